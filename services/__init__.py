@@ -1,0 +1,1 @@
+"""The roles and commands of draftmill. Importing this package imports nothing else."""
