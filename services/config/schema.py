@@ -3,7 +3,8 @@
 `target.postprocess_depth` is `[target] postprocess_depth` in TOML, `DFLASH_TARGET_POSTPROCESS_DEPTH`
 in the environment and `--target.postprocess-depth` on the command line. Options marked with
 `training()` change the weights that come out; they make the run's fingerprint, and a run does not
-resume when one of them changed. All others may change at any restart of any role.
+resume when one of them changed. All others may change at any restart of any role. Where model and data
+lie is not among them: their contents are in the fingerprint, so that a run can be moved.
 """
 
 from __future__ import annotations
@@ -31,27 +32,38 @@ def option(default: Any = ..., *, description: str) -> Any:
 class Options(BaseModel):
     """Frozen; unknown names are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # numbers become text so that `gpus = [0, 1]` is what it says
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, coerce_numbers_to_str=True)
 
 
 class Run(Options):
     dir: Path = option(Path("runs/default"), description="ledger, checkpoints, logs and summary of the run")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = training(0, description="everything random is drawn from it")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = training(
+        0, description="everything random is drawn from it"
+    )
     epochs: Positive = training(1, description="passes over the dataset")
-    max_failed_ratio: Ratio = option(0.01, description="the run stops when more samples than this share failed")
+    max_failed_ratio: Ratio = option(
+        0.01, description="the run stops when more samples than this share failed"
+    )
 
 
 class Model(Options):
-    path: str = training(description="target model: a local folder or a hub id (safetensors only)")
-    dtype: Literal["float32", "bfloat16", "float16"] = training("bfloat16", description="the target's compute type")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = training("sdpa", description="the target's attention")
+    path: str = option(description="target model: a local folder or a hub id (safetensors only)")
+    dtype: Literal["float32", "bfloat16", "float16"] = training(
+        "bfloat16", description="the target's compute type"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = training(
+        "sdpa", description="the target's attention"
+    )
 
 
 class Data(Options):
-    path: Path = training(description="prepared dataset (what `draftmill prepare` writes)")
+    path: Path = option(description="prepared dataset (what `draftmill prepare` writes)")
     max_length: Positive = option(3072, description="tokens a sample may have, in `prepare`")
     on_bad_line: Literal["refuse", "skip"] = option("refuse", description="bad input lines in `prepare`")
-    on_too_long: Literal["refuse", "skip", "truncate"] = option("refuse", description="longer samples in `prepare`")
+    on_too_long: Literal["refuse", "skip", "truncate"] = option(
+        "refuse", description="longer samples in `prepare`"
+    )
 
 
 class Plan(Options):
@@ -60,18 +72,30 @@ class Plan(Options):
         (128, 256, 512, 1024, 2048, 4096), description="padded lengths of the target's forward, ascending"
     )
     packs_per_step: Positive = training(4, description="packs of one optimizer step, over all drafters")
-    order: Literal["plan", "arrival"] = training("plan", description="plan: reproducible; arrival: whatever is ready")
-    min_ready: Annotated[int, Field(ge=0)] = option(10, description="arrival: ready packs before a step is filled")
+    order: Literal["plan", "arrival"] = training(
+        "plan", description="plan: reproducible; arrival: whatever is ready"
+    )
+    min_ready: Annotated[int, Field(ge=0)] = option(
+        10, description="arrival: ready packs before a step is filled"
+    )
 
 
 class Target(Options):
     count: Positive = option(1, description="target servers on this host")
-    gpus: tuple[str, ...] = option((), description="device of each target, e.g. 0,1,2; empty: cpu or the first GPUs")
-    slots: Positive = option(6, description="packs a target's arena holds")
-    assign_ahead: Annotated[int, Field(ge=0)] = option(2, description="batches queued behind the one computed")
+    gpus: tuple[str, ...] = option(
+        (), description="device of each target, e.g. 0,1,2; empty: cpu or the first GPUs"
+    )
+    slots: Positive = option(8, description="packs a target's arena holds")
+    assign_ahead: Annotated[int, Field(ge=0)] = option(
+        2, description="batches queued behind the one computed"
+    )
     postprocess_depth: Positive = option(1, description="packs between forward and ready inside a target")
-    split_fc_layers: bool = option(False, description="tapped layers as separate sections, joined by the drafter")
-    threads: Annotated[int, Field(ge=0)] = option(0, description="CPU threads of one target; 0: torch's default")
+    split_fc_layers: bool = option(
+        False, description="tapped layers as separate sections, joined by the drafter"
+    )
+    threads: Annotated[int, Field(ge=0)] = option(
+        0, description="CPU threads of one target; 0: torch's default"
+    )
     compile: bool = option(False, description="torch.compile the forward")
     warm_up: bool = option(True, description="run every bucket once before the first lease")
     self_check: bool = option(True, description="check taps, logits and ragged batches at start")
@@ -79,24 +103,46 @@ class Target(Options):
 
 class Drafter(Options):
     count: Positive = option(1, description="drafter trainers on this host")
-    gpus: tuple[str, ...] = option((), description="device of each drafter, e.g. 5,6,7; empty: cpu or the last GPUs")
-    elastic: Literal["shrink", "wait"] = option("shrink", description="go on without a dead drafter, or wait for it")
-    threads: Annotated[int, Field(ge=0)] = option(0, description="CPU threads of one drafter; 0: torch's default")
-    prefetch_packs: Annotated[int, Field(ge=0)] = option(2, description="packs a drafter holds beyond its step")
+    gpus: tuple[str, ...] = option(
+        (), description="device of each drafter, e.g. 5,6,7; empty: cpu or the last GPUs"
+    )
+    elastic: Literal["shrink", "wait"] = option(
+        "shrink", description="go on without a dead drafter, or wait for it"
+    )
+    threads: Annotated[int, Field(ge=0)] = option(
+        0, description="CPU threads of one drafter; 0: torch's default"
+    )
+    prefetch_packs: Annotated[int, Field(ge=0)] = option(
+        2, description="packs a drafter holds beyond its step"
+    )
     layers: Positive = training(5, description="drafter layers")
     taps: Positive = training(5, description="tapped target layers, spread evenly")
-    target_layer_ids: tuple[int, ...] = training((), description="tapped layers by id; empty: spread `taps` of them")
-    block_size: Annotated[int, Field(ge=2)] = training(16, description="tokens of a block, the clean one included")
+    target_layer_ids: tuple[int, ...] = training(
+        (), description="tapped layers by id; empty: spread `taps` of them"
+    )
+    block_size: Annotated[int, Field(ge=2)] = training(
+        16, description="tokens of a block, the clean one included"
+    )
     intermediate_size: Annotated[int, Field(ge=0)] = training(0, description="MLP width; 0: the target's")
     heads: Annotated[int, Field(ge=0)] = training(0, description="attention heads; 0: the target's")
     kv_heads: Annotated[int, Field(ge=0)] = training(0, description="key-value heads; 0: the target's")
     head_dim: Annotated[int, Field(ge=0)] = training(0, description="dimensions of a head; 0: the target's")
-    sliding_layers: Annotated[int, Field(ge=0)] = training(0, description="leading layers with a sliding window")
+    sliding_layers: Annotated[int, Field(ge=0)] = training(
+        0, description="leading layers with a sliding window"
+    )
     sliding_window: Positive = training(2048, description="window of the sliding layers, in tokens")
-    mask_token_id: Annotated[int, Field(ge=-1)] = training(-1, description="embedding row of the mask; -1: choose one")
-    init_from: str = training("", description="checkpoint in z-lab's layout to start from; empty: from the seed")
-    dtype: Literal["float32", "bfloat16"] = training("bfloat16", description="compute type; masters are float32")
-    attention: Literal["auto", "flex", "dense"] = training("auto", description="auto: flex on a GPU, dense on a CPU")
+    mask_token_id: Annotated[int, Field(ge=-1)] = training(
+        -1, description="embedding row of the mask; -1: choose one"
+    )
+    init_from: str = training(
+        "", description="checkpoint in z-lab's layout to start from; empty: from the seed"
+    )
+    dtype: Literal["float32", "bfloat16"] = training(
+        "bfloat16", description="compute type; masters are float32"
+    )
+    attention: Literal["auto", "flex", "dense"] = training(
+        "auto", description="auto: flex on a GPU, dense on a CPU"
+    )
     deterministic: bool = training(False, description="deterministic kernels only")
 
 
@@ -109,27 +155,45 @@ class Recipe(Options):
     beta2: Ratio = training(0.999, description="AdamW")
     eps: Annotated[float, Field(gt=0.0)] = training(1e-8, description="AdamW")
     grad_clip: Annotated[float, Field(ge=0.0)] = training(1.0, description="gradient norm limit; 0: none")
-    anchors_per_pack: Positive = training(512, description="blocks drawn from a pack, shared out by supervised tokens")
-    anchor_draws: Positive = training(1, description="anchor sets of one shipped pack, summed into the same step")
-    loss: Literal["ce", "kl", "dpace"] = training("ce", description="ce: the paper's; kl ships the last hidden state")
-    gamma: Annotated[float, Field(ge=0.0)] = training(0.0, description="decay of the position weights; 0: by block")
+    anchors_per_pack: Positive = training(
+        512, description="blocks drawn from a pack, shared out by supervised tokens"
+    )
+    anchor_draws: Positive = training(
+        1, description="anchor sets of one shipped pack, summed into the same step"
+    )
+    loss: Literal["ce", "kl", "dpace"] = training(
+        "ce", description="ce: the paper's; kl ships the last hidden state"
+    )
+    gamma: Annotated[float, Field(ge=0.0)] = training(
+        0.0, description="decay of the position weights; 0: by block"
+    )
     noise: Literal["none", "uniform", "normal"] = training("none", description="noise on the features")
-    noise_scale: Annotated[float, Field(ge=0.0)] = training(0.0, description="half width, or deviation, of the noise")
+    noise_scale: Annotated[float, Field(ge=0.0)] = training(
+        0.0, description="half width, or deviation, of the noise"
+    )
 
 
 class Arena(Options):
-    kind: Literal["auto", "shm", "pinned", "cuda_ipc"] = option("auto", description="where hidden states wait")
-    dir: Path = option(Path("/dev/shm/draftmill"), description="tmpfs folder of arenas, locks and sockets")
+    kind: Literal["auto", "shm", "pinned", "cuda_ipc"] = option(
+        "auto", description="where hidden states wait"
+    )
+    dir: Path = option(Path("/dev/shm/draftmill"), description="tmpfs folder of arenas, locks and sockets")  # noqa: S108
     checksum: Literal["off", "sampled", "always"] = option("sampled", description="checksums over payloads")
 
 
 class Coordinator(Options):
-    endpoint: str = option("", description="control plane, ipc:// or tcp://; empty: ipc:// in the arena folder")
+    endpoint: str = option(
+        "", description="control plane, ipc:// or tcp://; empty: ipc:// in the arena folder"
+    )
     insecure: bool = option(False, description="allow tcp:// without CURVE keys")
     http_host: str = option("127.0.0.1", description="address of /metrics, /healthz and /status")
     http_port: Annotated[int, Field(ge=0, le=65535)] = option(9440, description="port of it; 0: any free one")
-    in_flight_cap_packs: Annotated[int, Field(ge=0)] = option(0, description="packs between order and commit; 0: none")
-    in_flight_cap_bytes: Annotated[int, Field(ge=0)] = option(0, description="payload bytes in flight; 0: none")
+    in_flight_cap_packs: Annotated[int, Field(ge=0)] = option(
+        0, description="packs between order and commit; 0: none"
+    )
+    in_flight_cap_bytes: Annotated[int, Field(ge=0)] = option(
+        0, description="payload bytes in flight; 0: none"
+    )
     heartbeat_s: Seconds = option(1.0, description="roles and coordinator repeat their level this often")
     silence_s: Seconds = option(30.0, description="a member silent for longer is fenced")
     overdue_s: Seconds = option(120.0, description="the first batch of the plan goes elsewhere after this")
@@ -150,7 +214,9 @@ class Eval(Options):
 
 class Watch(Options):
     stuck_s: Seconds = option(300.0, description="a role without progress for this long exits")
-    restart_delay_s: Seconds = option(0.5, description="first wait before `up` restarts a role; doubles to 30 s")
+    restart_delay_s: Seconds = option(
+        0.5, description="first wait before `up` restarts a role; doubles to 30 s"
+    )
     give_up_after: Positive = option(5, description="deaths in a row without progress before `up` gives up")
 
 
@@ -160,7 +226,9 @@ class Log(Options):
 
 
 class Profile(Options):
-    interval_s: Annotated[float, Field(ge=0.0)] = option(30.0, description="seconds of a profile window; 0: none")
+    interval_s: Annotated[float, Field(ge=0.0)] = option(
+        30.0, description="seconds of a profile window; 0: none"
+    )
 
 
 class Config(Options):

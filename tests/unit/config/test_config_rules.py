@@ -1,0 +1,51 @@
+"""Each rule between options, and what the default configuration allows."""
+
+import pytest
+
+from services.config.rules import broken_rules, packs_needed
+from services.config.schema import Config
+
+
+def make(**sections) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
+
+
+def test_the_defaults_break_no_rule():
+    assert broken_rules(make()) == []
+
+
+def test_packs_needed_counts_step_prefetch_and_forwards():
+    config = make(plan={"packs_per_step": 4}, drafter={"prefetch_packs": 2, "count": 3})
+    assert packs_needed(config, targets=5) == 4 + 2 * 3 + 5
+
+
+def test_arrival_order_waits_for_min_ready():
+    config = make(plan={"packs_per_step": 4, "order": "arrival", "min_ready": 10})
+    assert packs_needed(config, targets=1) == 10 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "option"),
+    [
+        ({"plan": {"bucket_edges": ()}}, "plan.bucket_edges"),
+        ({"plan": {"bucket_edges": (64, 64)}}, "plan.bucket_edges"),
+        ({"plan": {"bucket_edges": (64, 8192)}}, "plan.token_budget"),
+        ({"target": {"gpus": ("0",), "count": 2}}, "target.gpus"),
+        ({"drafter": {"gpus": ("0",), "count": 2}}, "drafter.gpus"),
+        ({"drafter": {"target_layer_ids": (3, 1)}}, "drafter.target_layer_ids"),
+        ({"drafter": {"sliding_layers": 6}}, "drafter.sliding_layers"),
+        ({"recipe": {"beta2": 1.0}}, "recipe.beta2"),
+        ({"coordinator": {"silence_s": 2.0}}, "coordinator.silence_s"),
+        ({"coordinator": {"endpoint": "http://x"}}, "coordinator.endpoint"),
+        ({"coordinator": {"endpoint": "tcp://0.0.0.0:1"}}, "coordinator.endpoint"),
+        ({"target": {"slots": 6}}, "target.slots"),
+        ({"coordinator": {"in_flight_cap_packs": 6}}, "coordinator.in_flight_cap_packs"),
+    ],
+)
+def test_each_rule_names_its_options(sections, option):
+    broken = broken_rules(make(**sections))
+    assert [found for found in broken if option in found.options], broken
+
+
+def test_a_cap_that_just_fits_is_allowed():
+    assert broken_rules(make(coordinator={"in_flight_cap_packs": 7}, target={"slots": 7})) == []
