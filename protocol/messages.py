@@ -21,6 +21,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 1
+MAX_ITEMS = 8192  # of one list in one message, e.g. samples of a batch: the codec reads no longer one
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.\-]+$")]
@@ -33,7 +34,7 @@ class BatchId(NamedTuple):
     """One batch of the epoch plan: the samples that travel as one pack."""
 
     epoch: Count
-    index: Count
+    index: Count  # type: ignore[assignment]  # in place of tuple.index, which nobody needs here
 
 
 class Stamp(NamedTuple):
@@ -151,7 +152,7 @@ class SlotReport(Frozen):
     slot: Count | None  # None until a slot is taken
     tokens: Count
     payload_bytes: Count
-    skipped: tuple[SkippedSample, ...]
+    skipped: Annotated[tuple[SkippedSample, ...], Field(max_length=MAX_ITEMS)]
     reason: Text  # "" unless failed
     published: Stamp | None  # the last lease this pack was announced under
 
@@ -249,7 +250,7 @@ class Assignment(Frozen):
 
     batch: BatchId
     attempt: Stamp
-    samples: tuple[Count, ...]
+    samples: Annotated[tuple[Count, ...], Field(max_length=MAX_ITEMS)]
     publish: Publication | None  # None: keep it ready
 
 

@@ -1,0 +1,138 @@
+"""Locks of real processes, really killed; folders and writes on a real disk."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import AlreadyRunning, ConfigError
+from protocol.files import FileLock, is_alive, private_folder, publish_folder, write_durably
+
+HOLDER = """
+import sys
+from pathlib import Path
+from protocol.files import FileLock
+lock = FileLock(Path(sys.argv[1])).acquire()
+sys.stdout.write("held\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_alive_while_held_and_dead_after(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    assert not is_alive(path)
+    with FileLock(path) as lock:
+        assert lock.held
+        assert is_alive(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not is_alive(path)
+    assert path.exists()
+
+
+def test_a_second_owner_is_refused(tmp_path: Path) -> None:
+    with FileLock(tmp_path / "x.lock"), pytest.raises(AlreadyRunning, match="held by another"):
+        FileLock(tmp_path / "x.lock").acquire()
+    FileLock(tmp_path / "x.lock").acquire().release(unlink=True)
+    assert not (tmp_path / "x.lock").exists()
+
+
+def test_a_killed_owner_is_dead_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "held\n"
+        assert is_alive(path)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(timeout=10)
+    assert not is_alive(path)
+    FileLock(path).acquire().release()
+
+
+def test_probes_never_keep_an_owner_out_nor_make_one_look_dead(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    path.touch(0o600)
+    stop = threading.Event()
+
+    def probe() -> None:
+        while not stop.is_set():
+            is_alive(path)
+
+    probers = [threading.Thread(target=probe) for _ in range(2)]
+    for prober in probers:
+        prober.start()
+    try:
+        for _ in range(100):
+            with FileLock(path):
+                assert is_alive(path)
+    finally:
+        stop.set()
+        for prober in probers:
+            prober.join()
+
+
+def test_an_unlinked_lock_is_not_mistaken_for_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    first = FileLock(path).acquire()
+    first.release(unlink=True)
+    with FileLock(path):
+        assert is_alive(path)
+
+
+def test_a_private_folder_is_made_and_checked(tmp_path: Path) -> None:
+    path = private_folder(tmp_path / "a" / "b")
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert private_folder(path) == path
+    path.chmod(0o750)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        private_folder(path)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        private_folder(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no folder"):
+        private_folder(tmp_path / "file")
+    with pytest.raises(ConfigError, match="file/below"):
+        private_folder(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = private_folder(tmp_path / "a")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="user 12345"):
+        private_folder(path)
+
+
+def test_a_durable_write_replaces_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_durably(path, b"one")
+    write_durably(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_aside(tmp_path: Path) -> None:
+    (tmp_path / "state.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_durably(tmp_path / "state.json", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_folder_is_published_whole_and_replaces_nothing(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "file").write_text(name)
+    publish_folder(tmp_path / "one", tmp_path / "final")
+    assert (tmp_path / "final/deep/file").read_text() == "one"
+    with pytest.raises(OSError, match="not empty"):
+        publish_folder(tmp_path / "two", tmp_path / "final")
+    assert (tmp_path / "final/deep/file").read_text() == "one"
