@@ -1,0 +1,553 @@
+"""The run's only decider: reports and deaths in, orders out. No socket, no thread, no file but the ledger.
+
+Every message updates what is known; `decide` then compares it with what should be, and `orders`
+says again what is missing. Nothing here depends on the order or the number of messages, only on the
+newest level of each member and on the ledger. Clock readings are handed in.
+
+    phase   recovering -> running -> stopping -> done(reason)
+    step    open a try -> votes -> commit in the ledger -> the next one in the same orders
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.messages import (
+    BatchId,
+    Bye,
+    DrafterHello,
+    DrafterReport,
+    Exit,
+    Message,
+    Stamp,
+    StepAt,
+    StepTry,
+    TargetHello,
+    TargetReport,
+    Welcome,
+    Who,
+)
+from services.config.schema import Config
+from services.coordinator.ledger import CheckpointRow, Ledger
+from services.coordinator.members import DrafterMember, Members, TargetMember
+from services.coordinator.placement import Limits, Placement, Wanted
+from services.coordinator.pool import Flight, Pool
+from services.coordinator.record import Record
+from services.coordinator.steps import Composer, Composition, Try, rank_of
+from services.coordinator.world import World
+from services.data.dataset import Dataset
+from services.data.plan import Schedule
+
+log = logging.getLogger(__name__)
+
+POISON_DEATHS = 2
+"""Targets that may die in a batch's forward before it is run alone; one more and it is FAILED."""
+
+
+@dataclass(frozen=True)
+class PackSize:
+    """What a pack needs, from the model's and the drafter's configuration."""
+
+    bytes_per_token: int
+    slot_bytes: int
+
+
+@dataclass
+class Saving:
+    """A checkpoint that a drafter was told to write and that is not recorded yet."""
+
+    at: StepAt
+    incarnation: str
+
+
+class Coordinator:
+    """See the module's docstring. `outbox` collects answers as (incarnation, message)."""
+
+    def __init__(
+        self, config: Config, dataset: Dataset, ledger: Ledger, fingerprint: str, size: PackSize,
+        *, target_devices: tuple[str, ...], drafter_devices: tuple[str, ...], now_s: float,
+    ) -> None:  # fmt: skip
+        self.config, self.ledger, self.fingerprint, self.size = config, ledger, fingerprint, size
+        self._lengths = dataset.lengths
+        self.epoch_number = ledger.new_coordinator_epoch()
+        self._counter = 0
+        self.schedule = Schedule(config, dataset)
+        plan, cap = config.plan, config.coordinator
+        self.composer = Composer(
+            self.schedule, order=plan.order, packs_per_step=plan.packs_per_step,
+            min_ready=plan.min_ready, seed=config.run.seed,
+        )  # fmt: skip
+        self.members = Members(target_devices, drafter_devices)
+        self.world = World(places=len(drafter_devices), elastic=config.drafter.elastic)
+        self.pool = Pool()
+        limits = Limits(
+            config.target.assign_ahead, cap.in_flight_cap_packs, cap.in_flight_cap_bytes,
+            cap.overdue_s, config.drafter.prefetch_packs,
+        )  # fmt: skip
+        self.placement = Placement(self.pool, limits, self.new_stamp)
+        self.placement.suspects = {b for b, count in ledger.deaths().items() if count >= POISON_DEATHS}
+        self.record = Record(config.run.epochs * len(dataset))
+        self.current: Try | None = None
+        self.saving: Saving | None = None
+        self.outbox: list[tuple[str, Message]] = []
+        self.stopping = False
+        self.failed_reason = ""
+        self._buried = ledger.buried()
+        self._awaited = {i.name for i in ledger.living()}
+        self._await_until_s = now_s + cap.rejoin_s
+        self._outcomes: dict[int, dict[int, str]] = {}
+
+    def new_stamp(self) -> Stamp:
+        self._counter += 1
+        return Stamp(self.epoch_number, self._counter)
+
+    # ---- what is known ------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Committed steps, which is also the number of the step to do."""
+        return self.ledger.committed_steps
+
+    @property
+    def here(self) -> StepAt:
+        return StepAt(self.ledger.timeline, self.step)
+
+    @property
+    def finished(self) -> bool:
+        return self.ledger.finished
+
+    @property
+    def recovering(self) -> bool:
+        return bool(self._awaited)
+
+    @property
+    def awaited(self) -> set[str]:
+        """Incarnations the ledger knows as living that have not reported to this coordinator yet."""
+        return set(self._awaited)
+
+    @property
+    def done(self) -> bool:
+        """Nothing more to decide: finished, failed, or stopped on a recorded checkpoint."""
+        return bool(self.finished or self.failed_reason or (self.stopping and self._stopped_cleanly()))
+
+    def _stopped_cleanly(self) -> bool:
+        if self.current is not None:
+            return False
+        return self._recorded_here() or not self.complete_members()
+
+    def outcomes(self, epoch: int) -> dict[int, str]:
+        """Batch index -> outcome on this timeline."""
+        if epoch not in self._outcomes:
+            self._outcomes[epoch] = self.ledger.outcomes(epoch)
+        return self._outcomes[epoch]
+
+    def _has_outcome(self, batch: BatchId) -> bool:
+        return batch.index in self.outcomes(batch.epoch)
+
+    def complete_members(self) -> list[DrafterMember]:
+        """Living drafters with the weights of the ledger's last step, or its voted gradient in hand."""
+        last_try, here = self.ledger.last_try, self.here
+        return [d for d in self.members.drafters.values() if _is_complete(d, here, last_try)]
+
+    def _recorded_here(self) -> bool:
+        rows = self.ledger.checkpoints()
+        return bool(rows) and rows[-1].at.step == self.step
+
+    # ---- what members say ---------------------------------------------------------------------
+
+    def hello(self, hello: TargetHello | DrafterHello, now_s: float) -> bool:
+        """Welcome a newcomer, welcome back a known one, send away the buried and the misfit.
+
+        True if the sender is a member now.
+        """
+        name = hello.incarnation
+        member = self.members.get(name)
+        if self._turned_away(name):
+            return False
+        if member is None and self.recovering and name not in self._awaited:
+            return False  # places belong to those who are awaited; it will say Hello again
+        if member is None:
+            reason = self.members.refusal(hello, self.fingerprint) or self._slots_refusal(hello)
+            if reason:
+                self.outbox.append((name, Exit(incarnation=name, finished=False, reason=reason)))
+                self.record.event(now_s, f"{hello.role} {name} refused: {reason}")
+                return False
+            member = self.members.admit(hello, now_s)
+            self.ledger.welcome(name, hello.role, member.index, hello.host)
+            self.record.joined(now_s, member)
+        elif hello.seq <= member.seq:
+            return False
+        member.seq, member.heard_s = hello.seq, now_s
+        welcome = Welcome(
+            incarnation=name, coordinator_epoch=self.epoch_number, index=member.index, device=member.device
+        )
+        self.outbox.append((name, welcome))
+        return True
+
+    def _turned_away(self, name: str) -> bool:
+        if name in self._buried:
+            self.outbox.append((name, Exit(incarnation=name, finished=False, reason="fenced: declared dead")))
+        elif self.done:
+            good = not self.failed_reason
+            reason = self.failed_reason or ("finished" if self.finished else "stopped")
+            self.outbox.append((name, Exit(incarnation=name, finished=good, reason=reason)))
+        else:
+            return False
+        return True
+
+    def _slots_refusal(self, hello: TargetHello | DrafterHello) -> str:
+        if isinstance(hello, TargetHello) and hello.slot_bytes < self.size.slot_bytes:
+            return f"slots of {hello.slot_bytes} bytes; a pack of this run needs {self.size.slot_bytes}"
+        return ""
+
+    def report(self, report: TargetReport | DrafterReport, now_s: float) -> bool:
+        """Follow a member's newest level; False for a stale one (its sender is not to be trusted)."""
+        name = report.incarnation
+        member = self.members.get(name)
+        if name in self._buried or member is None:
+            if not self._turned_away(name):
+                self.outbox.append((name, Who()))
+            return name in self._buried
+        if report.seq <= member.seq:
+            self.record.stale_messages += 1
+            return False
+        member.seq, member.heard_s = report.seq, now_s
+        member.remember(now_s, report.totals)
+        self._awaited.discard(name)
+        if isinstance(report, TargetReport) and isinstance(member, TargetMember):
+            member.report = report
+            self._target_reported(member, report, now_s)
+        elif isinstance(report, DrafterReport) and isinstance(member, DrafterMember):
+            member.report = report
+            self._drafter_reported(member, report, now_s)
+        return True
+
+    def _target_reported(self, member: TargetMember, report: TargetReport, now_s: float) -> None:
+        name = member.incarnation
+        failed, strangers = self.pool.target_reported(name, report.slots, report.orders)
+        for flight, reason in failed:
+            self._fail(flight.batch, f"target: {reason}", now_s, poison=False)
+        for slot in strangers:
+            known = slot.batch in self.pool.flights or slot.batch.epoch >= self.config.run.epochs
+            before = slot.attempt.coordinator_epoch < self.epoch_number
+            if before and not known and slot.state != "failed" and not self._has_outcome(slot.batch):
+                self._adopt_flight(name, slot.batch, slot.attempt, now_s)
+        if strangers:
+            self.pool.target_reported(name, report.slots, report.orders)
+
+    def _adopt_flight(self, target: str, batch: BatchId, attempt: Stamp, now_s: float) -> None:
+        """Work from before this coordinator's start goes on: its attempt stays valid."""
+        plan = self.schedule.epoch(batch.epoch)
+        if batch.index >= len(plan.batches):
+            return
+        samples = plan.batches[batch.index]
+        step = self.schedule.first_step(batch.epoch) + batch.index // self.config.plan.packs_per_step
+        item = self._wanted_item(step, batch, samples)
+        flight = Flight(batch, item.step, samples, item.tokens, item.payload_bytes, attempt, target, now_s)
+        self.pool.add(flight)
+
+    def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:
+        name = member.incarnation
+        held = set(report.held)
+        for flight in self.pool:
+            if flight.holder is None and flight.ready and flight.attempt in held and flight.lease is None:
+                self.pool.lease(
+                    flight, name, self.new_stamp(), now_s
+                )  # it got it before this coordinator's start
+        self.pool.drafter_reported(name, report.held)
+        if self.current is not None:
+            self.current.vote(name, report.vote)
+        for saved in report.saved:
+            self._saved(name, saved.at, saved.name, saved.sha256, now_s)
+        if report.error:
+            self._drafter_error(member, report.error, now_s)
+        for metrics in report.metrics:
+            self.record.metrics(metrics, now_s)
+
+    def _saved(self, name: str, at: StepAt, folder: str, sha256: str, now_s: float) -> None:
+        if at.timeline != self.ledger.timeline or at.step > self.step:
+            return  # of a history that was rolled back; swept as unknown
+        if folder not in self.recorded_names():
+            self.ledger.record_checkpoint(folder, at, sha256)
+            self.record.event(now_s, f"checkpoint {folder} recorded")
+        if self.saving is not None and self.saving.at == at:
+            self.saving = None
+
+    def _drafter_error(self, member: DrafterMember, error: str, now_s: float) -> None:
+        if self.record.error(now_s, member.incarnation, error):
+            log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
+        if self.saving is not None and self.saving.incarnation == member.incarnation:
+            self.saving = None
+        if member.complete is None:
+            self._give_up(f"drafter {member.index} could not load its state: {error}", now_s)
+
+    def bye(self, bye: Bye, now_s: float) -> None:
+        """It leaves by itself: the same as a death, without a suspect."""
+        member = self.members.get(bye.incarnation)
+        if member is not None and bye.seq > member.seq:
+            self.lost(bye.incarnation, f"left: {bye.reason}", now_s)
+
+    def lost(self, name: str, reason: str, now_s: float, *, computing: BatchId | None = None) -> None:
+        """Dead or to be treated so: fenced in the ledger first, then its work is given to others."""
+        if name in self._buried:
+            return
+        member = self.members.get(name)
+        self.ledger.bury(name, reason)
+        self._buried.add(name)
+        self._awaited.discard(name)
+        self.record.left(now_s, name, reason)
+        if computing is not None and not self._has_outcome(computing):
+            self._count_death(computing, now_s)
+        if member is None:
+            return
+        self.members.remove(name)
+        if isinstance(member, TargetMember):
+            self.pool.target_died(name)
+            return
+        if self.current is not None and name in self.current.ranks:
+            self._abort(f"drafter {name} {reason}", now_s)
+        if self.saving is not None and self.saving.incarnation == name:
+            self.saving = None
+        self.pool.drafter_died(name)
+
+    def _count_death(self, batch: BatchId, now_s: float) -> None:
+        deaths = self.ledger.count_death(batch)
+        if deaths > POISON_DEATHS:
+            self._fail(batch, f"poison: {deaths} targets died in its forward", now_s, poison=True)
+        elif deaths == POISON_DEATHS:
+            self.placement.suspects.add(batch)
+            self.record.event(
+                now_s, f"batch {tuple(batch)} killed {deaths} targets: it runs alone from now on"
+            )
+
+    def stop(self) -> None:
+        """Finish the step, record a checkpoint, leave."""
+        self.stopping = True
+
+    # ---- decisions ----------------------------------------------------------------------------
+
+    def decide(self, now_s: float) -> None:
+        """Bring what is wanted up to date with what is known. Cheap when nothing changed."""
+        self._end_recovery(now_s)
+        if self.recovering or self.done:
+            return
+        self._judge(now_s)
+        self._form_world()
+        if not self.failed_reason:
+            self._roll_back_if_lost(now_s)
+            self._order_checkpoint()
+            self._open_try()
+            self._move_packs(now_s)
+            self._finish(now_s)
+
+    def _end_recovery(self, now_s: float) -> None:
+        if self._awaited and now_s > self._await_until_s:
+            for name in sorted(self._awaited):
+                self.lost(name, "did not return after the coordinator's restart", now_s)
+
+    def _judge(self, now_s: float) -> None:
+        """Commit, fail packs or abort, once every rank of the current try has voted."""
+        attempt = self.current
+        if attempt is None or not attempt.decided:
+            return
+        bad = attempt.bad_batches()
+        attempts = {flight.batch: flight.attempt for flight in self.pool}
+        if bad:
+            self.current = None
+            for batch in bad:
+                self._fail(batch, "non-finite loss or gradient", now_s, poison=False)
+        elif not attempt.trained_as_leased(attempts):
+            self._abort("a rank trained an attempt that is not leased to it", now_s)
+        else:
+            self._commit(attempt, now_s)
+
+    def _commit(self, attempt: Try, now_s: float) -> None:
+        flights = [self.pool.flights[batch] for _, batch in attempt.composition]
+        self.ledger.commit_step(
+            attempt.step_try,
+            attempt.epoch,
+            [(f.batch, len(f.samples)) for f in flights],
+            [(f.batch, skip) for f in flights for skip in f.skipped],
+        )
+        for flight in flights:
+            self._settle(flight.batch, "committed")
+        self.record.committed(now_s, tokens=sum(f.tokens for f in flights))
+        self.current = None
+        self.composer.forget(self.step)
+        self._check_failed_ratio(now_s)
+
+    def _settle(self, batch: BatchId, outcome: str) -> None:
+        self.outcomes(batch.epoch)[batch.index] = outcome
+        self.pool.done(batch)
+        self.placement.settled(batch)
+
+    def _fail(self, batch: BatchId, reason: str, now_s: float, *, poison: bool) -> None:
+        if self._has_outcome(batch):
+            return
+        samples = self.schedule.epoch(batch.epoch).batches[batch.index]
+        step = self.schedule.first_step(batch.epoch) + batch.index // self.config.plan.packs_per_step
+        self.ledger.fail_batch(batch, step, len(samples), reason, poison=poison)
+        self._settle(batch, "failed")
+        self.record.event(now_s, f"batch {tuple(batch)} failed: {reason}")
+        if self.current is not None and any(batch == member for _, member in self.current.composition):
+            self._abort(f"batch {tuple(batch)} failed", now_s)
+        self._check_failed_ratio(now_s)
+
+    def _check_failed_ratio(self, now_s: float) -> None:
+        failed = self.ledger.accounting().failed_samples
+        limit = self.config.run.max_failed_ratio
+        if failed > limit * self.record.samples_total:
+            self._give_up(
+                f"{failed} of {self.record.samples_total} samples failed, more than run.max_failed_ratio = {limit:g}",
+                now_s,
+            )
+
+    def _give_up(self, reason: str, now_s: float) -> None:
+        if not self.failed_reason:
+            self.failed_reason = reason
+            self.record.event(now_s, f"run stopped: {reason}")
+            log.error("run stopped", extra={"reason": reason})
+
+    def _abort(self, reason: str, now_s: float) -> None:
+        if self.current is not None:
+            self.record.aborted(now_s, self.current.step_try, reason)
+            self.current = None
+
+    def _form_world(self) -> None:
+        generation = (self.epoch_number << 32) + self._counter
+        at_boundary = self.current is None
+        ready = [d for d in self.members.drafters.values() if d.report is not None]
+        if self.world.update(ready, at_boundary=at_boundary, generation=generation):
+            assert self.current is None, "a try outlived its world"
+
+    def _roll_back_if_lost(self, now_s: float) -> None:
+        """Nobody has the last step's weights any more: continue from the last recorded checkpoint."""
+        if not self.world.ranks or self.complete_members():
+            return
+        checkpoint = self.last_checkpoint()
+        if checkpoint is None or checkpoint.at.step == self.step:
+            return  # drafters start from the seed, or from the checkpoint of this very step
+        lost = self.step - checkpoint.at.step
+        timeline = self.ledger.open_timeline(checkpoint)
+        self.current = self.saving = None
+        self._outcomes.clear()
+        self.composer.forget_all()
+        self.pool.clear(lambda flight: not self._has_outcome(flight.batch))
+        self.record.rolled_back(now_s, timeline, checkpoint.at.step, lost)
+
+    def recorded_names(self) -> set[str]:
+        return {row.name for row in self.ledger.checkpoints()}
+
+    def last_checkpoint(self) -> CheckpointRow | None:
+        rows = self.ledger.checkpoints()
+        return rows[-1] if rows else None
+
+    def _order_checkpoint(self) -> None:
+        """At step 0, every `checkpoint.every_steps`, at the end and at a stop."""
+        complete = self.complete_members()
+        if not complete or self._recorded_here() or self.saving is not None:
+            return
+        step, last = self.step, self.step == self.schedule.total_steps
+        due = (
+            step % self.config.checkpoint.every_steps == 0 or last or (self.stopping and self.current is None)
+        )
+        if due and self.current is None:
+            first = min(complete, key=lambda d: d.index)
+            self.saving = Saving(self.here, first.incarnation)
+
+    def _open_try(self) -> None:
+        """A try opens when the world is formed and complete; its packs may still be on their way."""
+        if self.current is not None or self.stopping or self.step >= self.schedule.total_steps:
+            return
+        composition = self._composition(self.step)
+        if composition is None or not self._world_ready():
+            return
+        step_try = StepTry(*self.here, *self.new_stamp())
+        epoch = self.composer.epoch_of(self.step)
+        self.current = Try(step_try, epoch, composition, self.world.ranks)
+
+    def _world_ready(self) -> bool:
+        complete = {d.incarnation for d in self.complete_members()}
+        return bool(self.world.ranks) and all(
+            rank in complete and self._in_generation(rank) for rank in self.world.ranks
+        )
+
+    def _in_generation(self, rank: str) -> bool:
+        report = self.members.drafters[rank].report
+        return report is not None and report.generation == self.world.generation
+
+    def _composition(self, step: int) -> Composition | None:
+        """The step's batches without the failed ones, which leave holes."""
+        if self.config.plan.order == "arrival":
+            self._draw(step)
+        composition = self.composer.composition(step)
+        if composition is None:
+            return None
+        return tuple((p, b) for p, b in composition if self.outcomes(b.epoch).get(b.index) != "failed")
+
+    def _draw(self, step: int) -> None:
+        epoch = self.composer.epoch_of(step)
+        drawn = self.composer.drawn()
+        ready = [f.batch for f in self.pool if f.ready and f.batch.epoch == epoch and f.batch not in drawn]
+        batches = len(self.schedule.epoch(epoch).batches)
+        taken = sum(batch.epoch == epoch for batch in drawn if not self._has_outcome(batch))
+        self.composer.draw(step, ready, batches - len(self.outcomes(epoch)) - taken)
+        for _, batch in self.composer.composition(step) or ():
+            if (flight := self.pool.flights.get(batch)) is not None:
+                flight.step = step
+
+    # ---- packs --------------------------------------------------------------------------------
+
+    def _move_packs(self, now_s: float) -> None:
+        targets = [t for t in self.members.targets.values() if t.report is not None]
+        late = self.placement.reassign_overdue(self.step, targets, now_s)
+        for flight in late:
+            self.record.event(now_s, f"batch {tuple(flight.batch)} is overdue at {flight.target}: reassigned")
+        if not self.stopping and self.members.drafters:
+            self.placement.assign(self._wanted(), self.step, targets, now_s)
+        if self.world.ranks:
+            self.placement.lease(self._lease_order(), self.step, now_s)
+
+    def _wanted(self) -> Iterator[Wanted]:
+        """Batches without outcome from the current step on, in plan order; lazily: credit ends it."""
+        for step in range(self._first_open_step(), self.schedule.total_steps):
+            for _, batch in self.composer.planned(step):
+                if not self._has_outcome(batch):
+                    samples = self.schedule.epoch(batch.epoch).batches[batch.index]
+                    yield self._wanted_item(step, batch, samples)
+
+    def _first_open_step(self) -> int:
+        """In arrival order an early batch may be open while its plan position's step is committed."""
+        if self.config.plan.order == "plan" or self.step == self.schedule.total_steps:
+            return self.step
+        return self.schedule.first_step(self.composer.epoch_of(self.step))
+
+    def _wanted_item(self, step: int, batch: BatchId, samples: tuple[int, ...]) -> Wanted:
+        tokens = int(self._lengths[list(samples)].sum())
+        return Wanted(max(step, self.step), batch, samples, tokens, tokens * self.size.bytes_per_token)
+
+    def _lease_order(self) -> list[tuple[BatchId, str]]:
+        """(batch, drafter) from the current step on, as far as flights are composed."""
+        order: list[tuple[BatchId, str]] = []
+        ranks = self.current.ranks if self.current is not None else self.world.ranks
+        last = max((flight.step for flight in self.pool), default=self.step)
+        for step in range(self.step, min(last + 1, self.schedule.total_steps)):
+            for position, batch in self._composition(step) or ():
+                order.append((batch, ranks[rank_of(position, len(ranks))]))
+        return order
+
+    def _finish(self, now_s: float) -> None:
+        if self.step == self.schedule.total_steps and self._recorded_here() and not self.finished:
+            self.ledger.finish()
+            self.record.event(now_s, "finished")
+
+
+def _is_complete(drafter: DrafterMember, here: StepAt, last_try: StepTry | None) -> bool:
+    report = drafter.report
+    if report is None:
+        return False
+    if report.complete == here:
+        return True
+    return report.vote is not None and report.vote.step_try == last_try and last_try is not None

@@ -1,0 +1,102 @@
+"""What happened, for people and dashboards: rates, events, last metrics. Decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from protocol.messages import StepAt, StepMetrics, StepTry
+from services.coordinator.members import DrafterMember, TargetMember
+
+log = logging.getLogger(__name__)
+
+EVENTS_KEPT = 50
+
+
+@dataclass(frozen=True)
+class Event:
+    at_unix_s: float
+    text: str
+
+
+class Record:
+    """Counters since this coordinator's start, the newest step metrics, the last events."""
+
+    def __init__(self, samples_total: int) -> None:
+        self.samples_total = samples_total
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.stale_messages = 0
+        self.refused_messages = 0
+        self.aborted_tries = 0
+        self.roll_backs = 0
+        self.lost_steps = 0
+        self.joins: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()
+        self.committed_steps = 0
+        self.committed_tokens = 0
+        self.last_commit_s: float | None = None
+        self.commit_times: deque[float] = deque(maxlen=64)
+        self.latest: StepMetrics | None = None
+        self.new_metrics: list[StepMetrics] = []  # taken by whoever writes them to disk
+        self._places: dict[str, tuple[str, int]] = {}
+        self._errors: dict[str, str] = {}
+
+    def event(self, now_s: float, text: str) -> None:
+        del now_s  # events carry wall time, decisions the monotonic one
+        self.events.append(Event(time.time(), text))
+        log.info("event", extra={"text": text})
+
+    def joined(self, now_s: float, member: TargetMember | DrafterMember) -> None:
+        self.joins[f"{member.role} {member.index}"] += 1
+        self._places[member.incarnation] = (member.role, member.index)
+        self.event(now_s, f"{member.role} {member.index} joined as {member.incarnation}")
+
+    def left(self, now_s: float, name: str, reason: str) -> None:
+        self.deaths[self._places.get(name, (name.split("-")[0], 0))[0]] += 1
+        self.event(now_s, f"{name} is gone: {reason}")
+
+    @property
+    def restarts(self) -> int:
+        """Incarnations beyond the first in each place."""
+        return sum(count - 1 for count in self.joins.values())
+
+    def committed(self, now_s: float, *, tokens: int) -> None:
+        self.committed_steps += 1
+        self.committed_tokens += tokens
+        self.last_commit_s = now_s
+        self.commit_times.append(now_s)
+
+    def seconds_per_step(self) -> float | None:
+        if len(self.commit_times) < 2:
+            return None
+        return (self.commit_times[-1] - self.commit_times[0]) / (len(self.commit_times) - 1)
+
+    def aborted(self, now_s: float, step_try: StepTry, reason: str) -> None:
+        self.aborted_tries += 1
+        self.event(now_s, f"step {step_try.step}: try aborted, {reason}")
+
+    def rolled_back(self, now_s: float, timeline: int, step: int, lost: int) -> None:
+        self.roll_backs += 1
+        self.lost_steps += lost
+        self.event(now_s, f"rolled back {lost} steps to the checkpoint of step {step}: timeline {timeline}")
+
+    def error(self, now_s: float, name: str, error: str) -> bool:
+        """True when this error of this member is news."""
+        if self._errors.get(name) == error:
+            return False
+        self._errors[name] = error
+        self.event(now_s, f"{name}: {error}")
+        return True
+
+    def metrics(self, metrics: StepMetrics, now_s: float) -> None:
+        """Keep each step's figures once, in order; reports repeat the last few."""
+        del now_s
+        if self.latest is None or _later(metrics.at, self.latest.at):
+            self.latest = metrics
+            self.new_metrics.append(metrics)
+
+
+def _later(one: StepAt, other: StepAt) -> bool:
+    return one > other
