@@ -128,7 +128,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def publish_folder(aside: Path, final: Path) -> None:
-    """Rename the folder `aside` to `final` once every byte in it is on the disk. OSError if `final` exists."""
+    """Rename folder `aside` to `final` once every byte in it is on the disk. OSError if `final` exists."""
     for folder, _, names in os.walk(aside):
         for name in names:
             sync_file(Path(folder, name))

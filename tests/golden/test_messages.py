@@ -80,7 +80,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.DrafterOrders(
         incarnation="drafter-11aa", stamp=m.Stamp(2, 6), held=(ATTEMPT,), arenas=("target-3f9c.arena",),
-        group=m.Group(generation=3, members=(m.Member(rank=0, incarnation="drafter-11aa"),), store="::1:29500"),
+        group=m.Group(generation=3, members=(m.Member(rank=0, incarnation="drafter-11aa"),), store="h:29500"),
         adopt=m.Adopt(at=AT, source="checkpoint", name="0-12-drafter-11aa", sha256=SHA), committed=TRY,
         train=m.Train(
             step_try=TRY, epoch=0,
