@@ -1,0 +1,149 @@
+"""Three ways to compute the same attention, equal to 1e-5 in float32; each an `Attend` for the drafter.
+
+- `DocumentAttention`: CPU. Blocks of a document are contiguous because anchors are sorted, so their
+  rows meet the document's own context in one product and their own block in another; softmax runs
+  over both. Nothing of size R x R or R x T is made: rows of the demo (64 blocks of 8, 512 tokens in 3
+  documents) cost a quarter of a masked dense product.
+- `FlexAttention`: GPU, one compiled kernel over tiles.
+- `DenseAttention`: the reference, with a boolean mask over everything.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from services.dflash.drafter import KeyValue
+from services.dflash.drafter_config import DrafterConfig
+from services.dflash.mask import BlockLayout, block_mask, dense_mask
+
+SPAN_BLOCKS = 32
+
+
+class DenseAttention:
+    """Softmax over all keys under a boolean mask; quadratic in the anchors."""
+
+    def __init__(self, config: DrafterConfig, layout: BlockLayout) -> None:
+        self.config = config
+        self.masks = {window: dense_mask(layout, window) for window in _windows(config)}
+
+    def __call__(self, layer: int, query_RNE: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        key, value = (torch.cat(pair).transpose(0, 1) for pair in zip(context, block, strict=True))
+        mask = self.masks[self.config.window(layer)]
+        mixed = F.scaled_dot_product_attention(
+            query_RNE.transpose(0, 1)[None], key[None], value[None], attn_mask=mask, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1)
+
+
+class FlexAttention:
+    """Flex attention over tiles; the only one that fits a GPU at 512 blocks of 16."""
+
+    def __init__(self, config: DrafterConfig, layout: BlockLayout) -> None:
+        self.config = config
+        self.masks = {window: block_mask(layout, window) for window in _windows(config)}
+
+    def __call__(self, layer: int, query_RNE: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, block, strict=True))
+        kernel = _compiled_flex() if query_RNE.is_cuda else flex_attention
+        mask = self.masks[self.config.window(layer)]
+        mixed = kernel(query_RNE.transpose(0, 1)[None], key, value, block_mask=mask, enable_gqa=True)
+        return mixed[0].transpose(0, 1)
+
+
+class Span(NamedTuple):
+    """Neighbouring blocks of one document and the context that any of them sees, all half-open."""
+
+    row: int
+    row_end: int
+    token: int
+    token_end: int
+
+
+class DocumentAttention:
+    """Block rows against their own document's context and their own block, a few blocks at a time.
+
+    Reads anchors on the host: for tensors on a CPU, and only for blocks that are all valid.
+    """
+
+    def __init__(self, config: DrafterConfig, layout: BlockLayout) -> None:
+        assert bool(layout.valid_A.all()), "unused slots are dropped before"
+        self.config, self.size = config, layout.block_size
+        self.spans = _spans(layout)
+        windows = _windows(config)
+        self.hidden_context = {w: [_hidden_context(layout, span, w) for span in self.spans] for w in windows}
+        distance = torch.arange(self.size)[:, None] - torch.arange(self.size)
+        self.hidden_slots = {w: (distance < 0) | (distance >= w) for w in windows if w}
+
+    def __call__(self, layer: int, query_RNE: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        window = self.config.window(layer)
+        query_RNE = query_RNE * query_RNE.shape[-1] ** -0.5
+        mixed = [
+            self._span(span, hidden, self.hidden_slots.get(window), query_RNE, context, block)
+            for span, hidden in zip(self.spans, self.hidden_context[window], strict=True)
+        ]
+        return torch.cat(mixed)
+
+    def _span(
+        self,
+        span: Span,
+        hidden_context: Tensor,
+        hidden_slots: Tensor | None,
+        query_RNE: Tensor,
+        context: KeyValue,
+        block: KeyValue,
+    ) -> Tensor:
+        rows, tokens = slice(span.row, span.row_end), slice(span.token, span.token_end)
+        groups = context.key.shape[1]
+        query = query_RNE[rows].unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [G, N/G, rows, E]
+        flat = query.flatten(1, 2)  # all heads of a group meet the same keys in one product
+        far = torch.bmm(flat, context.key[tokens].permute(1, 2, 0)).unflatten(1, query.shape[1:3])
+        far = far.masked_fill(hidden_context, float("-inf"))
+
+        own_key = block.key[rows].unflatten(0, (-1, self.size)).permute(2, 0, 3, 1)  # [G, blocks, E, B]
+        near = query.unflatten(2, (-1, self.size)) @ own_key[:, None]  # [G, N/G, blocks, B, B]
+        if hidden_slots is not None:
+            near = near.masked_fill(hidden_slots, float("-inf"))
+
+        weight = torch.cat((far, near.flatten(2, 3)), dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+        far_weight, near_weight = weight.split((far.shape[-1], self.size), dim=-1)
+        mixed = torch.bmm(far_weight.flatten(1, 2), context.value[tokens].transpose(0, 1)).view(query.shape)
+        own_value = block.value[rows].unflatten(0, (-1, self.size)).permute(2, 0, 1, 3)  # [G, blocks, B, E]
+        mixed = mixed + (near_weight.unflatten(2, (-1, self.size)) @ own_value[:, None]).flatten(2, 3)
+        return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _spans(layout: BlockLayout) -> list[Span]:
+    """Sorted blocks in runs of one document and at most SPAN_BLOCKS, so that early ones skip late context."""
+    size, spans = layout.block_size, []
+    anchors, starts = layout.anchor_A.tolist(), layout.start_A.tolist()
+    first = 0
+    for block in range(1, len(anchors) + 1):
+        if block == len(anchors) or starts[block] != starts[first] or block - first == SPAN_BLOCKS:
+            spans.append(Span(first * size, block * size, starts[first], anchors[block - 1]))
+            first = block
+    return spans
+
+
+def _hidden_context(layout: BlockLayout, span: Span, window: int) -> Tensor:
+    """bool [rows, tokens] of a span: context that a row must not see."""
+    size = layout.block_size
+    anchor_A = layout.anchor_A[span.row // size : span.row_end // size]
+    token = torch.arange(span.token, span.token_end)
+    row_position = (anchor_A[:, None] + torch.arange(size)).view(-1, 1)
+    hidden = token >= anchor_A.repeat_interleave(size)[:, None]
+    return hidden | (row_position - token >= window) if window else hidden
+
+
+def _windows(config: DrafterConfig) -> list[int]:
+    return sorted({config.window(layer) for layer in range(config.num_hidden_layers)})
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)

@@ -1,0 +1,96 @@
+"""Does this target, on this device, give what the drafter is trained and served on? Seconds, at start.
+
+Three public drafters reached an accuracy of 0.98 in training and an acceptance of 0.1 when served:
+their taps were one layer off, their last hidden state was normed twice, or a padded batch shifted
+rows. Each of those is an error of order one here, far above any rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from protocol.errors import ModelError
+from services.dflash.taps import PackBuffer, TapCapture, packed_rows
+from services.dflash.target_model import Target
+
+_LENGTHS = (7, 19, 1, 12)
+_SAME_BATCH = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+_OTHER_BATCH = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> dict[str, float]:
+    """Worst mean relative row errors by check; raises `ModelError` naming the first that is too large.
+
+    `taps`: captured rows against `output_hidden_states` of the same batch; `logits`: the head on the
+    captured last hidden state against the model's own logits; `ragged`: a padded batch against each
+    sample alone; `cut`: capture without the layers behind the last tap against capture with them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    padded = max(_LENGTHS) + 3
+    ids = torch.randint(0, target.config.vocab_size, (len(_LENGTHS), padded), generator=generator)
+    ids, rows_T = ids.to(target.device), packed_rows(_LENGTHS, padded).to(target.device)
+
+    whole = _reference(target, layer_ids, ids)
+    batch = [hidden.flatten(0, 1)[rows_T] for hidden in whole]
+    alone = [_reference(target, layer_ids, ids[i : i + 1, :n]) for i, n in enumerate(_LENGTHS)]
+    single = [torch.cat([sample[k][0] for sample in alone]) for k in range(len(batch))]
+    taps, last = _captured(target, layer_ids, ids, rows_T, last_hidden=True)
+    cut, _ = _captured(target, layer_ids, ids, rows_T, last_hidden=False)
+    assert last is not None
+
+    same, other = _SAME_BATCH[target.dtype], _OTHER_BATCH[target.dtype]
+    errors = {
+        "taps": _worst(taps, batch[:-1]),
+        "logits": _worst([target.logits(last)], batch[-1:]),
+        "ragged": _worst([*taps, target.logits(last)], single),
+        "cut": _worst(cut, taps),
+    }
+    limits = {"taps": same, "logits": same, "ragged": other, "cut": same}
+    for name, error in errors.items():
+        if not error <= limits[name]:  # NaN, too
+            raise ModelError(
+                f"target self-check {name!r}: relative error {error:.2e}, at most {limits[name]:.0e} is rounding; "
+                f"this model's hidden states are not what a drafter is served with (taps {tuple(layer_ids)}, "
+                f"{target.dtype}); another attention or dtype may be right"
+            )
+    return errors
+
+
+@torch.inference_mode()
+def _reference(target: Target, layer_ids: Sequence[int], ids: Tensor) -> list[Tensor]:
+    """Tapped hidden states and logits by Hugging Face's own interface, [batch, S, .] each."""
+    output = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    return [*(output.hidden_states[layer + 1] for layer in layer_ids), output.logits]
+
+
+def _captured(
+    target: Target, layer_ids: Sequence[int], ids: Tensor, rows_T: Tensor, *, last_hidden: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    tokens, hidden_size = rows_T.numel(), target.config.hidden_size
+    buffer = PackBuffer.allocate(
+        tokens,
+        len(layer_ids),
+        hidden_size,
+        split=False,
+        last_hidden=last_hidden,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    with TapCapture(target, layer_ids, last_hidden=last_hidden) as capture:
+        capture.run(ids, rows_T, buffer)
+    return [buffer.tap(i, tokens, hidden_size) for i in range(len(layer_ids))], buffer.last_hidden
+
+
+def _worst(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest over tensors of the mean over rows of |found - expected| / |expected|.
+
+    By row, since the first token's activations are a thousand times larger than others' and would hide them.
+    """
+    errors = []
+    for left, right in zip(found, expected, strict=True):
+        gap, size = (left.float() - right.float()).norm(dim=-1), right.float().norm(dim=-1)
+        errors.append((gap / size.clamp(min=1e-6)).mean())
+    return float(torch.stack(errors).max())
