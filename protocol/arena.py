@@ -23,14 +23,15 @@ import os
 import struct
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from protocol.descriptors import align
 from protocol.errors import ArenaFull, CorruptPack, StalePack
 from protocol.files import FILE_MODE, is_alive
 from protocol.messages import BatchId, Stamp
 
-KINDS = ("shm", "pinned", "cuda_ipc")
+Kind = Literal["shm", "pinned", "cuda_ipc"]
+KINDS: tuple[Kind, ...] = ("shm", "pinned", "cuda_ipc")
 PAGE_BYTES = 4096
 HANDLE_BYTES = 64
 
@@ -80,7 +81,7 @@ def lock_name(incarnation: str) -> str:
     return f"{incarnation}.lock"
 
 
-def arena_bytes(kind: str, slots: int, slot_bytes: int) -> int:
+def arena_bytes(kind: Kind, slots: int, slot_bytes: int) -> int:
     """Size of the arena file, to be compared with `free_bytes` of its folder."""
     payload = 0 if kind == "cuda_ipc" else slots * align(slot_bytes, PAGE_BYTES)
     return _payload_at(slots) + payload
@@ -105,7 +106,7 @@ class Arena:
         self._mark = hashlib.blake2b(self.incarnation.encode(), digest_size=16).digest()
 
     @classmethod
-    def create(cls, folder: Path, incarnation: str, *, kind: str, slots: int, slot_bytes: int) -> Self:
+    def create(cls, folder: Path, incarnation: str, *, kind: Kind, slots: int, slot_bytes: int) -> Self:
         """Make and map the arena of a new incarnation.
 
         ArenaFull: no space for all of it. FileExistsError: the incarnation is not new.
@@ -145,9 +146,13 @@ class Arena:
 
     def payload(self, slot: int) -> memoryview:
         """The `slot_bytes` bytes of `slot`, read and written in place."""
+        start = self._checked(slot) * align(self.slot_bytes, PAGE_BYTES)
+        return self.payloads()[start : start + self.slot_bytes]
+
+    def payloads(self) -> memoryview:
+        """All slots, from the first page to the last, as they are pinned."""
         assert self.kind != "cuda_ipc", "the payload is in GPU memory"
-        start = _payload_at(self.slots) + self._checked(slot) * align(self.slot_bytes, PAGE_BYTES)
-        return self.memory[start : start + self.slot_bytes]
+        return self.memory[_payload_at(self.slots) :]
 
     def invalidate(self, slot: int) -> None:
         """From here on `slot` holds no pack. Before the first byte of a new one."""

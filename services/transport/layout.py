@@ -59,7 +59,7 @@ def bytes_per_token(config: Config, *, hidden: int, taps: int) -> int:
 
 
 def slot_bytes(config: Config, *, hidden: int, taps: int, max_documents: int) -> int:
-    """Payload bytes a slot needs for the largest pack: `plan.token_budget` tokens, `max_documents` documents."""
+    """Payload bytes of the largest pack: `plan.token_budget` tokens from `max_documents` documents."""
     tokens = config.plan.token_budget
     sections = pack_sections(config, hidden=hidden, taps=taps, tokens=tokens, documents=max_documents)
     return payload_bytes(sections)

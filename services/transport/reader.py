@@ -1,0 +1,160 @@
+"""The drafter's side of arenas: a descriptor goes in, the pack's tensors come out.
+
+On a CPU they are views of the slot, without a copy; on a GPU one asynchronous copy of the whole payload
+on a stream of its own. Nothing in a descriptor is followed before it is proved to fit the arena, and
+`verify` tells afterwards whether what was read is what was announced:
+
+    StalePack     the slot, or its owner, has moved on: discard it, the coordinator knows
+    CorruptPack   the slot is current and its contents are not: stop, and name it
+
+Arenas stay mapped until `keep` leaves them out and the last tensor from them is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from protocol.arena import Arena, SlotHeader
+from protocol.descriptors import check_descriptor
+from protocol.errors import ConfigError, CorruptPack, StalePack
+from protocol.messages import Descriptor
+from services.transport.checksum import checksum
+from services.transport.cuda_ipc import RingPacks
+from services.transport.pinned import PinnedPacks
+from services.transport.shm import HostPacks, HostPacksOnGpu
+from services.transport.views import view, with_index
+
+
+class Packs(Protocol):
+    """Where payloads of one arena are read from, whatever memory that is."""
+
+    arena: Arena
+
+    def fetch(self, descriptor: Descriptor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The payload, uint8 [payload_bytes], and the event that completes it (None: complete)."""
+
+    def still_good(self) -> bool:
+        """Whether what was fetched before now was the owner's memory, not a dead one's."""
+
+
+class PackTensors(Mapping[str, Tensor]):
+    """The sections of one pack by name. On a GPU `wait` comes before their first use."""
+
+    def __init__(self, packs: Packs, descriptor: Descriptor) -> None:
+        self.descriptor = descriptor
+        self._packs = packs
+        self._payload_B, self._done = packs.fetch(descriptor)
+        self._tensors = {section.name: view(self._payload_B, section) for section in descriptor.sections}
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copy; the host does not. Nothing to do on a CPU."""
+        if self._done is not None:
+            stream = torch.cuda.current_stream(self._payload_B.device)
+            stream.wait_event(self._done)
+            self._payload_B.record_stream(stream)
+
+    def verify(self) -> None:
+        """Wait for the copy, then check that the slot still holds the pack, and its checksum if it has one.
+
+        StalePack, CorruptPack. With a checksum it costs a read of the payload, without one 10 us.
+        """
+        if self._done is not None:
+            self._done.synchronize()
+        check_header(self._packs.arena, self.descriptor)
+        if not self._packs.still_good():
+            raise StalePack(f"{_name(self.descriptor)}: its target died")
+        expected = self.descriptor.checksum
+        if expected is None:
+            return
+        found = checksum(self._payload_B)
+        if found != expected:
+            check_header(self._packs.arena, self.descriptor)
+            raise CorruptPack(
+                f"{_name(self.descriptor)} has checksum {found:#x}, it was sealed with {expected:#x}"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class SlotReader:
+    """Opens packs of any arena in `folder` for `device`. One thread opens and keeps."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._folder = folder
+        self._device = with_index(device)
+        self._kept: dict[str, Packs] = {}
+        self._mapped: weakref.WeakValueDictionary[str, Packs] = weakref.WeakValueDictionary()
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """Arenas that are mapped now, for being kept or for a pack still held."""
+        return frozenset(self._mapped)
+
+    def open(self, descriptor: Descriptor) -> PackTensors:
+        """The pack that `descriptor` announces.
+
+        DecodeError: the descriptor does not fit its arena. StalePack: the slot, or the arena, is no longer
+        what was announced. CorruptPack: it is, but was not written by its owner.
+        """
+        packs = self._packs(descriptor.arena)
+        check_descriptor(descriptor, slots=packs.arena.slots, slot_bytes=packs.arena.slot_bytes)
+        check_header(packs.arena, descriptor)
+        return PackTensors(packs, descriptor)
+
+    def keep(self, arenas: Collection[str]) -> None:
+        """Unmap every other arena, each when the last pack from it is dropped."""
+        self._kept = {name: packs for name, packs in self._kept.items() if name in arenas}
+
+    def close(self) -> None:
+        """Unmap them all, each when the last pack from it is dropped."""
+        self.keep(())
+
+    def _packs(self, name: str) -> Packs:
+        packs = self._kept.get(name) or self._mapped.get(name)
+        if packs is None:
+            packs = _packs_of(Arena.open(self._folder, name), self._device)
+            self._mapped[name] = packs
+        self._kept[name] = packs
+        return packs
+
+
+def check_header(arena: Arena, descriptor: Descriptor) -> None:
+    """StalePack unless the slot holds the attempt announced; CorruptPack if it does, but otherwise."""
+    header = arena.header(descriptor.slot)
+    if header is None or header.attempt != descriptor.attempt:
+        holds = "nothing whole" if header is None else f"attempt {header.attempt}"
+        raise StalePack(f"{_name(descriptor)}: the slot holds {holds}")
+    announced = SlotHeader(
+        descriptor.batch, descriptor.attempt, descriptor.payload_bytes, descriptor.checksum
+    )
+    if header != announced:
+        raise CorruptPack(f"{_name(descriptor)} was announced as {announced}, the slot says {header}")
+
+
+def _packs_of(arena: Arena, device: torch.device) -> Packs:
+    if device.type != "cuda":
+        if arena.kind == "cuda_ipc":
+            raise ConfigError(
+                f"{arena.path} is in GPU memory, this drafter is on {device}; use arena.kind = pinned"
+            )
+        return HostPacks(arena)
+    if arena.kind == "cuda_ipc":
+        return RingPacks(arena, device)
+    return PinnedPacks(arena, device) if arena.kind == "pinned" else HostPacksOnGpu(arena, device)
+
+
+def _name(descriptor: Descriptor) -> str:
+    return f"slot {descriptor.slot} of {descriptor.arena} (attempt {descriptor.attempt})"
