@@ -198,9 +198,9 @@ class Link:
         self._say(Bye(incarnation=self._hello.incarnation, seq=self._next_seq(), reason=self._bye))
 
     def _beat(self) -> None:
-        if self._welcome is None:
-            self._say_hello()
-        elif self._inventory is not None:
+        if self._welcome is None or self._inventory is None:
+            self._say_hello()  # a member that still loads its model is not silent
+        else:
             self._dirty = True
 
     def _receive(

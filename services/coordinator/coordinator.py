@@ -79,6 +79,7 @@ class Coordinator:
             self.schedule, order=plan.order, packs_per_step=plan.packs_per_step,
             min_ready=plan.min_ready, seed=config.run.seed,
         )  # fmt: skip
+        self._batches_per_epoch = [len(self.schedule.epoch(e).batches) for e in range(config.run.epochs)]
         self.members = Members(target_devices, drafter_devices)
         self.world = World(places=len(drafter_devices), elastic=config.drafter.elastic)
         self.pool = Pool()
@@ -86,7 +87,7 @@ class Coordinator:
             config.target.assign_ahead, cap.in_flight_cap_packs, cap.in_flight_cap_bytes,
             cap.overdue_s, config.drafter.prefetch_packs,
         )  # fmt: skip
-        self.placement = Placement(self.pool, limits, self.new_stamp)
+        self.placement = Placement(self.pool, limits, self.new_stamp, self._step_of)
         self.placement.suspects = {b for b, count in ledger.deaths().items() if count >= POISON_DEATHS}
         self.record = Record(config.run.epochs * len(dataset))
         self.current: Try | None = None
@@ -136,6 +137,12 @@ class Coordinator:
         if self.current is not None:
             return False
         return self._recorded_here() or not self.complete_members()
+
+    def _in_order(self) -> bool:
+        return self.config.plan.order == "plan"
+
+    def batches_per_epoch(self) -> list[int]:
+        return self._batches_per_epoch
 
     def outcomes(self, epoch: int) -> dict[int, str]:
         """Batch index -> outcome on this timeline."""
@@ -239,14 +246,10 @@ class Coordinator:
 
     def _adopt_flight(self, target: str, batch: BatchId, attempt: Stamp, now_s: float) -> None:
         """Work from before this coordinator's start goes on: its attempt stays valid."""
-        plan = self.schedule.epoch(batch.epoch)
-        if batch.index >= len(plan.batches):
+        if batch.index >= self._batches_per_epoch[batch.epoch]:
             return
-        samples = plan.batches[batch.index]
-        step = self.schedule.first_step(batch.epoch) + batch.index // self.config.plan.packs_per_step
-        item = self._wanted_item(step, batch, samples)
-        flight = Flight(batch, item.step, samples, item.tokens, item.payload_bytes, attempt, target, now_s)
-        self.pool.add(flight)
+        item = self._wanted_item(batch)
+        self.pool.add(Flight(batch, item.samples, item.tokens, item.payload_bytes, attempt, target, now_s))
 
     def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:
         name = member.incarnation
@@ -387,7 +390,7 @@ class Coordinator:
         if self._has_outcome(batch):
             return
         samples = self.schedule.epoch(batch.epoch).batches[batch.index]
-        step = self.schedule.first_step(batch.epoch) + batch.index // self.config.plan.packs_per_step
+        step = max(self.step, min(self._step_of(batch), self.schedule.total_steps - 1))
         self.ledger.fail_batch(batch, step, len(samples), reason, poison=poison)
         self._settle(batch, "failed")
         self.record.event(now_s, f"batch {tuple(batch)} failed: {reason}")
@@ -399,10 +402,8 @@ class Coordinator:
         failed = self.ledger.accounting().failed_samples
         limit = self.config.run.max_failed_ratio
         if failed > limit * self.record.samples_total:
-            self._give_up(
-                f"{failed} of {self.record.samples_total} samples failed, more than run.max_failed_ratio = {limit:g}",
-                now_s,
-            )
+            of_all = f"{failed} of {self.record.samples_total} samples failed"
+            self._give_up(f"{of_all}, more than run.max_failed_ratio = {limit:g}", now_s)
 
     def _give_up(self, reason: str, now_s: float) -> None:
         if not self.failed_reason:
@@ -433,7 +434,7 @@ class Coordinator:
         timeline = self.ledger.open_timeline(checkpoint)
         self.current = self.saving = None
         self._outcomes.clear()
-        self.composer.forget_all()
+        self.composer.forget()
         self.pool.clear(lambda flight: not self._has_outcome(flight.batch))
         self.record.rolled_back(now_s, timeline, checkpoint.at.step, lost)
 
@@ -480,7 +481,7 @@ class Coordinator:
 
     def _composition(self, step: int) -> Composition | None:
         """The step's batches without the failed ones, which leave holes."""
-        if self.config.plan.order == "arrival":
+        if not self._in_order():
             self._draw(step)
         composition = self.composer.composition(step)
         if composition is None:
@@ -489,14 +490,14 @@ class Coordinator:
 
     def _draw(self, step: int) -> None:
         epoch = self.composer.epoch_of(step)
-        drawn = self.composer.drawn()
-        ready = [f.batch for f in self.pool if f.ready and f.batch.epoch == epoch and f.batch not in drawn]
-        batches = len(self.schedule.epoch(epoch).batches)
-        taken = sum(batch.epoch == epoch for batch in drawn if not self._has_outcome(batch))
-        self.composer.draw(step, ready, batches - len(self.outcomes(epoch)) - taken)
-        for _, batch in self.composer.composition(step) or ():
-            if (flight := self.pool.flights.get(batch)) is not None:
-                flight.step = step
+        ready = self.composer.undrawn(f.batch for f in self.pool if f.ready and f.batch.epoch == epoch)
+        open_batches = [
+            BatchId(epoch, index)
+            for index in range(self._batches_per_epoch[epoch])
+            if index not in self.outcomes(epoch)
+        ]
+        left = len(self.composer.undrawn(open_batches))
+        self.composer.draw(step, ready, left, saturated=all(f.ready for f in self.pool))
 
     # ---- packs --------------------------------------------------------------------------------
 
@@ -511,28 +512,31 @@ class Coordinator:
             self.placement.lease(self._lease_order(), self.step, now_s)
 
     def _wanted(self) -> Iterator[Wanted]:
-        """Batches without outcome from the current step on, in plan order; lazily: credit ends it."""
-        for step in range(self._first_open_step(), self.schedule.total_steps):
-            for _, batch in self.composer.planned(step):
+        """Batches without outcome, the current step's first, then in plan order; lazily: credit ends it."""
+        step, last = self.step, self.schedule.total_steps
+        if step == last:
+            return
+        if not self._in_order():
+            yield from (self._wanted_item(batch) for _, batch in self._composition(step) or ())
+            step = self.schedule.first_step(self.composer.epoch_of(step))  # early batches may be open
+        for planned in range(step, last):
+            for _, batch in self.composer.planned(planned):
                 if not self._has_outcome(batch):
-                    samples = self.schedule.epoch(batch.epoch).batches[batch.index]
-                    yield self._wanted_item(step, batch, samples)
+                    yield self._wanted_item(batch)
 
-    def _first_open_step(self) -> int:
-        """In arrival order an early batch may be open while its plan position's step is committed."""
-        if self.config.plan.order == "plan" or self.step == self.schedule.total_steps:
-            return self.step
-        return self.schedule.first_step(self.composer.epoch_of(self.step))
+    def _step_of(self, batch: BatchId) -> int:
+        return self.composer.step_of(batch, self.step)
 
-    def _wanted_item(self, step: int, batch: BatchId, samples: tuple[int, ...]) -> Wanted:
+    def _wanted_item(self, batch: BatchId) -> Wanted:
+        samples = self.schedule.epoch(batch.epoch).batches[batch.index]
         tokens = int(self._lengths[list(samples)].sum())
-        return Wanted(max(step, self.step), batch, samples, tokens, tokens * self.size.bytes_per_token)
+        return Wanted(batch, samples, tokens, tokens * self.size.bytes_per_token)
 
     def _lease_order(self) -> list[tuple[BatchId, str]]:
         """(batch, drafter) from the current step on, as far as flights are composed."""
         order: list[tuple[BatchId, str]] = []
         ranks = self.current.ranks if self.current is not None else self.world.ranks
-        last = max((flight.step for flight in self.pool), default=self.step)
+        last = max((self._step_of(flight.batch) for flight in self.pool), default=self.step)
         for step in range(self.step, min(last + 1, self.schedule.total_steps)):
             for position, batch in self._composition(step) or ():
                 order.append((batch, ranks[rank_of(position, len(ranks))]))

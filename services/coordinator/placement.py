@@ -32,7 +32,6 @@ class Limits:
 class Wanted:
     """A batch without outcome, in plan order."""
 
-    step: int
     batch: BatchId
     samples: tuple[int, ...]
     tokens: int
@@ -40,10 +39,15 @@ class Wanted:
 
 
 class Placement:
-    """Assigns, evicts and leases over a pool. `stamp()` makes the ids of attempts and leases."""
+    """Assigns, evicts and leases over a pool.
 
-    def __init__(self, pool: Pool, limits: Limits, stamp: Callable[[], Stamp]) -> None:
-        self._pool, self._limits, self._stamp = pool, limits, stamp
+    `stamp()` makes the ids of attempts and leases; `step_of(batch)` tells which step waits for it.
+    """
+
+    def __init__(
+        self, pool: Pool, limits: Limits, stamp: Callable[[], Stamp], step_of: Callable[[BatchId], int]
+    ) -> None:
+        self._pool, self._limits, self._stamp, self._step_of = pool, limits, stamp, step_of
         self.suspects: set[BatchId] = set()
         self.evictions = 0
         self.capped = False  # whether the cap, not the targets, ended the last round of assignments
@@ -62,7 +66,7 @@ class Placement:
                 return
 
     def _place(self, item: Wanted, current_step: int, targets: list[TargetMember], now_s: float) -> bool:
-        urgent = item.step == current_step
+        urgent = self._step_of(item.batch) == current_step
         while not self._under_cap(item.payload_bytes):
             self.capped = True
             if not (urgent and self._evict(current_step, None)):
@@ -74,7 +78,7 @@ class Placement:
             return item.batch in self.suspects  # a suspect waits for an idle target; others need not
         self._pool.add(
             Flight(
-                item.batch, item.step, item.samples, item.tokens, item.payload_bytes,
+                item.batch, item.samples, item.tokens, item.payload_bytes,
                 attempt=self._stamp(), target=target.incarnation, since_s=now_s,
             )
         )  # fmt: skip
@@ -117,8 +121,10 @@ class Placement:
 
     def _evict(self, current_step: int, at: set[str] | None) -> bool:
         """Return the pack of a later step that is furthest ahead to pending, unpublished ones first."""
-        later = [f for f in self._pool if f.step > current_step and (at is None or f.target in at)]
-        victim = max(later, key=lambda f: (f.holder is None, f.step, f.batch), default=None)
+        later = [
+            f for f in self._pool if self._step_of(f.batch) > current_step and (at is None or f.target in at)
+        ]
+        victim = max(later, key=lambda f: (f.holder is None, self._step_of(f.batch), f.batch), default=None)
         if victim is None:
             return False
         self._pool.revoke(victim)
@@ -130,7 +136,9 @@ class Placement:
         late = [
             f
             for f in self._pool
-            if f.step == current_step and not f.ready and now_s - f.since_s > self._limits.overdue_s
+            if not f.ready
+            and self._step_of(f.batch) == current_step
+            and now_s - f.since_s > self._limits.overdue_s
         ]
         late = [f for f in late if any(t.incarnation != f.target for t in targets)]
         for flight in late:
@@ -151,7 +159,7 @@ class Placement:
             flight = self._pool.flights.get(batch)
             if flight is None or not flight.ready:
                 continue
-            if flight.step > current_step:
+            if self._step_of(batch) > current_step:
                 ahead[drafter] = ahead.get(drafter, 0) + 1
                 if ahead[drafter] > self._limits.prefetch_packs:
                     continue

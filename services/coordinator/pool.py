@@ -26,7 +26,6 @@ class Flight:
     """One attempt at one batch."""
 
     batch: BatchId
-    step: int
     samples: tuple[int, ...]
     tokens: int  # expected real tokens, then the measured ones
     payload_bytes: int  # likewise
@@ -57,7 +56,7 @@ class Pool:
 
     def of_target(self, target: str) -> list[Flight]:
         """Its flights in plan order: the order of its assignments."""
-        return sorted((f for f in self if f.target == target), key=lambda f: (f.step, f.batch))
+        return sorted((f for f in self if f.target == target), key=lambda f: f.batch)
 
     @property
     def payload_bytes(self) -> int:

@@ -39,7 +39,7 @@ class Record:
         self.last_commit_s: float | None = None
         self.commit_times: deque[float] = deque(maxlen=64)
         self.latest: StepMetrics | None = None
-        self.new_metrics: list[StepMetrics] = []  # taken by whoever writes them to disk
+        self._new_metrics: list[StepMetrics] = []
         self._places: dict[str, tuple[str, int]] = {}
         self._errors: dict[str, str] = {}
 
@@ -95,7 +95,12 @@ class Record:
         del now_s
         if self.latest is None or _later(metrics.at, self.latest.at):
             self.latest = metrics
-            self.new_metrics.append(metrics)
+            self._new_metrics.append(metrics)
+
+    def take_metrics(self) -> list[StepMetrics]:
+        """Figures not taken before, for whoever writes them to disk."""
+        taken, self._new_metrics = self._new_metrics, []
+        return taken
 
 
 def _later(one: StepAt, other: StepAt) -> bool:

@@ -29,6 +29,7 @@ class Composer:
         self.schedule, self._order, self._seed = schedule, order, seed
         self._packs_per_step, self._threshold = packs_per_step, max(packs_per_step, min_ready)
         self._drawn: dict[int, Composition] = {}
+        self._step_drawn: dict[BatchId, int] = {}
 
     def epoch_of(self, step: int) -> int:
         return self.schedule.locate(step)[0]
@@ -42,32 +43,45 @@ class Composer:
         """None: not drawn yet (arrival only)."""
         return self.planned(step) if self._order == "plan" else self._drawn.get(step)
 
-    def position(self, step: int, batch: BatchId) -> int | None:
-        composition = self.composition(step) or ()
-        return next((position for position, member in composition if member == batch), None)
+    def step_of(self, batch: BatchId, current_step: int) -> int:
+        """The step that waits for `batch`.
 
-    def drawn(self) -> set[BatchId]:
-        return {batch for composition in self._drawn.values() for _, batch in composition}
+        In arrival order an undrawn batch of the current epoch is waited for until the current step is
+        drawn; any other belongs to no step yet, so it may give way to all that do.
+        """
+        if self._order == "plan":
+            return self.schedule.first_step(batch.epoch) + batch.index // self._packs_per_step
+        never = self.schedule.total_steps
+        drawn = self._step_drawn.get(batch, never)
+        waited_for = current_step < never and current_step not in self._drawn
+        if drawn == never and waited_for and batch.epoch == self.epoch_of(current_step):
+            return current_step
+        return drawn
 
-    def draw(self, step: int, ready: Iterable[BatchId], left_in_epoch: int) -> None:
+    def undrawn(self, batches: Iterable[BatchId]) -> list[BatchId]:
+        return [batch for batch in batches if batch not in self._step_drawn]
+
+    def draw(self, step: int, ready: Iterable[BatchId], left_in_epoch: int, *, saturated: bool) -> None:
         """Compose `step` from `ready` if enough are there; `left_in_epoch` counts batches without outcome.
 
         Every step but the epoch's last takes `packs_per_step`, so the number of steps is the plan's.
+        `saturated`: no more packs will be ready before some are trained, so a full step is enough.
         """
         if self._order == "plan" or step in self._drawn:
             return
         candidates = sorted(ready)
-        if len(candidates) < min(self._threshold, left_in_epoch):
+        threshold = self._packs_per_step if saturated else self._threshold
+        if len(candidates) < min(threshold, left_in_epoch):
             return
         random.Random(seeds.seed(self._seed, "arrival", step)).shuffle(candidates)  # noqa: S311
         self._drawn[step] = tuple(enumerate(candidates[: self._packs_per_step]))
+        self._step_drawn |= dict.fromkeys(candidates[: self._packs_per_step], step)
 
-    def forget(self, before: int) -> None:
-        for step in [s for s in self._drawn if s < before]:
-            del self._drawn[step]
-
-    def forget_all(self) -> None:
-        self._drawn.clear()
+    def forget(self, before: int | None = None) -> None:
+        """Drop what was drawn for steps `before` this one; without it, everything (a roll-back)."""
+        for step in [s for s in self._drawn if before is None or s < before]:
+            for _, batch in self._drawn.pop(step):
+                del self._step_drawn[batch]
 
 
 def rank_of(position: int, world_size: int) -> int:

@@ -1,0 +1,86 @@
+"""What a browser, Prometheus, `draftmill status` and health checks see. Loopback unless set otherwise.
+
+    GET /metrics   Prometheus text          GET /healthz   200 while there is progress, 503 with the reason
+    GET /status    the snapshot, JSON       POST /stop     finish the step, record a checkpoint, leave
+
+One daemon thread, standard library only; it reads whole snapshots and never the coordinator's state.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from protocol.errors import AlreadyRunning
+from services.coordinator.metrics import Snapshot, registry
+
+
+class Board:
+    """The newest snapshot and health, handed from the loop to the HTTP threads."""
+
+    def __init__(self, on_stop: Callable[[], None]) -> None:
+        self.snapshot: Snapshot | None = None
+        self.unhealthy = "starting"
+        self.on_stop = on_stop
+        self.registry = registry(lambda: self.snapshot)
+
+
+class StatusServer:
+    """Serves a Board until closed. `url` is where. AlreadyRunning: the port is taken."""
+
+    def __init__(self, board: Board, host: str, port: int) -> None:
+        handler = type("Handler", (_Handler,), {"board": board})
+        try:
+            self._server = ThreadingHTTPServer((host, port), handler)
+        except OSError as error:
+            raise AlreadyRunning(
+                f"http address {host}:{port}: {error.strerror}; set coordinator.http_port to a free one, or 0"
+            ) from error
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    board: Board
+    server_version = "draftmill"
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        board = self.board
+        if self.path == "/metrics":
+            self._answer(200, CONTENT_TYPE_LATEST, generate_latest(board.registry))
+        elif self.path == "/healthz":
+            self._answer(503 if board.unhealthy else 200, "text/plain", (board.unhealthy or "ok").encode())
+        elif self.path == "/status":
+            code = 503 if board.snapshot is None else 200
+            self._answer(code, "application/json", json.dumps(board.snapshot).encode())
+        else:
+            self._answer(404, "text/plain", b"try /metrics, /healthz or /status")
+
+    def do_POST(self) -> None:
+        if self.path == "/stop":
+            self.board.on_stop()
+            self._answer(202, "text/plain", b"stopping: after this step, on a recorded checkpoint")
+        else:
+            self._answer(404, "text/plain", b"only /stop takes a POST")
+
+    def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A line per scrape helps nobody."""

@@ -1,0 +1,171 @@
+"""The coordinator against simulated roles: to the end, whatever is lost, killed or restarted."""
+
+import random
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import BatchId
+from services.config.schema import Config
+from services.data.dataset import Sample
+from services.data.writer import write_dataset
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    lengths = random.Random(7)
+    samples = [
+        Sample(np.ones(n, np.int32), np.ones(n, np.uint8))
+        for n in (lengths.randint(4, 16) for _ in range(30))
+    ]
+    return write_dataset(tmp_path_factory.mktemp("data") / "data", samples, {})
+
+
+def config(**sections) -> Config:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "run": {"epochs": 2, "max_failed_ratio": 1.0},
+        "plan": {"token_budget": 32, "bucket_edges": (8, 16), "packs_per_step": 3, "min_ready": 0},
+        "target": {"count": 2, "slots": 3},
+        "checkpoint": {"every_steps": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    return Config(**tree)
+
+
+def test_an_undisturbed_run_commits_everything_once(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    cluster.run()
+    cluster.check()
+    assert cluster.core.finished and cluster.core.record.aborted_tries == 0
+
+
+def test_arrival_order_commits_everything_once(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(plan={"order": "arrival", "min_ready": 4}), dataset, seed=1)
+    cluster.run()
+    cluster.check()
+
+
+def test_one_slot_per_target_is_enough(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(target={"slots": 2, "count": 2}), dataset, seed=1)
+    cluster.run()
+    cluster.check()
+
+
+def test_a_poisoned_batch_fails_alone(tmp_path, dataset):
+    poison = BatchId(0, 4)
+    cluster = Cluster(tmp_path, config(), dataset, seed=1, poison=[poison])
+    cluster.run()
+    assert [batch for batch, _ in cluster.ledger.failures()] == [poison]
+    assert cluster.ledger.deaths() == {poison: 3}
+    cluster.check()
+
+
+def test_a_non_finite_pack_fails_and_the_rest_of_its_step_is_trained(tmp_path, dataset):
+    bad = BatchId(1, 2)
+    cluster = Cluster(tmp_path, config(), dataset, seed=1, bad=[bad])
+    cluster.run()
+    assert [batch for batch, _ in cluster.ledger.failures()] == [bad]
+    cluster.check()
+
+
+def test_a_step_of_failed_packs_only_still_counts(tmp_path, dataset):
+    bad = [BatchId(0, index) for index in range(3)]
+    cluster = Cluster(tmp_path, config(), dataset, seed=1, bad=bad)
+    cluster.run()
+    assert [batch for batch, _ in cluster.ledger.failures()] == bad
+    cluster.check()
+
+
+def test_too_many_failures_stop_the_run(tmp_path, dataset):
+    cluster = Cluster(
+        tmp_path, config(run={"epochs": 2, "max_failed_ratio": 0.0}), dataset, seed=1, bad=[BatchId(0, 0)]
+    )
+    cluster.run()
+    assert "max_failed_ratio" in cluster.core.failed_reason and not cluster.core.finished
+
+
+def test_a_stop_ends_on_a_checkpoint_and_the_run_resumes_from_it(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    while cluster.core.step < 3:
+        cluster.respawn()
+        cluster.turn()
+    cluster.core.stop()
+    cluster.run()
+    stopped_at = cluster.core.step
+    assert cluster.ledger.checkpoints()[-1].at.step == stopped_at and not cluster.core.finished
+    for name in list(cluster.roles):
+        cluster.kill(name)
+    cluster.restart_coordinator()
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.timeline == 0, "nothing was rolled back"
+
+
+def test_a_drafter_death_rolls_back_to_the_last_checkpoint(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    while cluster.core.step < 3:
+        cluster.respawn()
+        cluster.turn()
+    cluster.kill(next(name for name in cluster.roles if name.startswith("drafter")))
+    cluster.run()
+    assert cluster.ledger.timeline == 1
+    cluster.check()
+
+
+def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    while cluster.core.step < 3:
+        cluster.respawn()
+        cluster.turn()
+    ready = {flight.attempt for flight in cluster.core.pool if flight.ready}
+    step = cluster.core.step
+    cluster.restart_coordinator()
+    while cluster.core.recovering:
+        cluster.turn()
+    assert ready and ready <= {flight.attempt for flight in cluster.core.pool}
+    assert (cluster.core.step, cluster.ledger.timeline) == (step, 0)
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.timeline == 0
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32),
+    drafters=st.integers(1, 3),
+    elastic=st.sampled_from(["shrink", "wait"]),
+    order=st.sampled_from(["plan", "arrival"]),
+    loss=st.sampled_from([0.0, 0.1, 0.4]),
+    cap=st.sampled_from([0, 5]),
+)
+def test_whatever_is_killed_every_batch_counts_once(
+    tmp_path_factory, dataset, seed, drafters, elastic, order, loss, cap
+):
+    options = config(
+        drafter={"count": drafters, "elastic": elastic},
+        plan={"order": order},
+        coordinator={"in_flight_cap_packs": cap, "silence_s": 1000.0},
+    )
+    chaos = random.Random(seed)
+    cluster = Cluster(
+        tmp_path_factory.mktemp("run"), options, dataset, seed=seed, loss=loss,
+        poison=[BatchId(0, 5)] if chaos.random() < 0.3 else [],
+        bad=[BatchId(1, 1)] if chaos.random() < 0.3 else [],
+    )  # fmt: skip
+    for _ in range(chaos.randint(0, 120)):
+        cluster.respawn()
+        cluster.turn()
+        if cluster.core.done:
+            break
+        if chaos.random() < 0.15 and cluster.roles:
+            cluster.kill(chaos.choice(sorted(cluster.roles)))
+        if chaos.random() < 0.05:
+            cluster.restart_coordinator()
+    cluster.run()
+    cluster.check()
