@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.arena import (
@@ -147,6 +147,7 @@ def test_who_was_computing_is_read_after_death(tmp_path: Path) -> None:
     assert read_computing(tmp_path, "target-1") is None
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=5000))
 def test_a_damaged_file_accuses_nobody(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("damaged")

@@ -7,7 +7,7 @@ import typing
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -84,6 +84,7 @@ def decoded_or_refused(frames: list[bytes]) -> None:
     assert isinstance(message, m.Message)
 
 
+@settings(deadline=None)
 @given(any_message)
 def test_a_message_survives_the_wire(message: m.Message) -> None:
     again = decode(encode(message))
@@ -92,16 +93,19 @@ def test_a_message_survives_the_wire(message: m.Message) -> None:
     assert encode(again) == encode(message)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_any_frames_are_a_message_or_refused(frames: list[bytes]) -> None:
     decoded_or_refused(frames)
 
 
+@settings(deadline=None)
 @given(any_name, st.binary(max_size=400) | any_value.map(msgpack.packb))
 def test_any_body_is_a_message_or_refused(name: bytes, body: bytes) -> None:
     decoded_or_refused([name, body])
 
 
+@settings(deadline=None)
 @given(any_message, st.data())
 def test_a_damaged_message_is_a_message_or_refused(message: m.Message, data: st.DataObject) -> None:
     name, body = encode(message)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.transport.checksum import ROW_WORDS, SAMPLE_EVERY, checksum, wants_checksum
@@ -14,6 +14,7 @@ def payload(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_one_changed_byte_changes_it(units: int, data: st.DataObject) -> None:
     payload_B = payload(units * 64)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from transport_packs import BATCH, attempt
@@ -91,6 +91,7 @@ def test_a_payload_larger_than_a_slot_is_refused() -> None:
         check(descriptor(), slot_bytes=100)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_an_accepted_section_lies_inside_the_payload(data: st.DataObject) -> None:
     good = descriptor(split=data.draw(st.booleans()))
