@@ -64,6 +64,11 @@ class Data(Options):
     on_too_long: Literal["refuse", "skip", "truncate"] = option(
         "refuse", description="longer samples in `prepare`"
     )
+    thinking: Literal["train", "strip"] = option(
+        "train", description="thinking blocks of answers, as the target will be served, in `prepare`"
+    )
+    chat_template: str = option("", description="template file for `prepare`; empty: the tokenizer's own")
+    workers: Annotated[int, Field(ge=0)] = option(0, description="processes of `prepare` beside its own")
 
 
 class Plan(Options):
@@ -185,7 +190,9 @@ class Coordinator(Options):
     endpoint: str = option(
         "", description="control plane, ipc:// or tcp://; empty: ipc:// in the arena folder"
     )
+    keys_dir: str = option("", description="folder of CURVE keys for tcp:// (`draftmill keys`); empty: none")
     insecure: bool = option(False, description="allow tcp:// without CURVE keys")
+    keys: str = option("", description="folder of CURVE keys for tcp:// (see `draftmill keys`); empty: none")
     http_host: str = option("127.0.0.1", description="address of /metrics, /healthz and /status")
     http_port: Annotated[int, Field(ge=0, le=65535)] = option(9440, description="port of it; 0: any free one")
     in_flight_cap_packs: Annotated[int, Field(ge=0)] = option(
@@ -216,6 +223,9 @@ class Watch(Options):
     stuck_s: Seconds = option(300.0, description="a role without progress for this long exits")
     restart_delay_s: Seconds = option(
         0.5, description="first wait before `up` restarts a role; doubles to 30 s"
+    )
+    stop_s: Seconds = option(
+        60.0, description="a clean stop may take this long before `up` kills what is left"
     )
     give_up_after: Positive = option(5, description="deaths in a row without progress before `up` gives up")
 
