@@ -74,13 +74,19 @@ def make(folder: Path, **sections) -> Config:
 
 def program(folder: Path, **bodies: str) -> list[str]:
     """A program that runs the body of the role that it is called with."""
-    os.mkfifo(folder / "alive")
     cases = "\n".join(
         f"if sys.argv[1] == {role!r}:\n{textwrap.indent(textwrap.dedent(body), '    ')}"
         for role, body in bodies.items()
     )
     (folder / "roles.py").write_text(f"import sys\n{cases}\n")
     return [sys.executable, str(folder / "roles.py")]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The run's folder, with a pipe whose end tells roles that the coordinator is gone."""
+    os.mkfifo(tmp_path / "alive")
+    return tmp_path
 
 
 @pytest.fixture
@@ -101,31 +107,31 @@ def run_up(folder: Path, **bodies: str):
     return verdict, shown.out.getvalue()
 
 
-def test_a_run_is_finished_when_the_coordinator_says_so(tmp_path, signals_as_before):
+def test_a_run_is_finished_when_the_coordinator_says_so(run_dir, signals_as_before):
     finished = COORDINATOR_PROGRAM + "raise SystemExit(0)"
     verdict, text = run_up(
-        tmp_path, coordinator=finished, target=ROLE_THAT_STAYS, drafter="raise SystemExit(0)"
+        run_dir, coordinator=finished, target=ROLE_THAT_STAYS, drafter="raise SystemExit(0)"
     )
     assert verdict.code is ExitCode.FINISHED
     assert "finished:" in text
 
 
 def test_a_role_that_dies_at_start_again_and_again_is_given_up_with_its_last_words(
-    tmp_path, signals_as_before
+    run_dir, signals_as_before
 ):
     dies = "print('no such device: cuda:9', flush=True); raise SystemExit(1)"
     waits = COORDINATOR_PROGRAM + WAITS_TO_BE_STOPPED
-    verdict, text = run_up(tmp_path, coordinator=waits, target=dies, drafter=ROLE_THAT_STAYS)
+    verdict, text = run_up(run_dir, coordinator=waits, target=dies, drafter=ROLE_THAT_STAYS)
     assert verdict.code is ExitCode.RUN_FAILED
     assert "target-0 died 3 times in a row without progress" in text
     assert text.count("  no such device: cuda:9") == 1
-    assert (tmp_path / "logs" / "target-0.log").read_text().count("no such device") == 3
-    assert "stopped" in (tmp_path / "logs" / "coordinator-0.log").read_text()
+    assert (run_dir / "logs" / "target-0.log").read_text().count("no such device") == 3
+    assert "stopped" in (run_dir / "logs" / "coordinator-0.log").read_text()
 
 
-def test_a_configuration_error_is_not_tried_again(tmp_path, signals_as_before):
+def test_a_configuration_error_is_not_tried_again(run_dir, signals_as_before):
     verdict, text = run_up(
-        tmp_path,
+        run_dir,
         coordinator="print('bad option'); raise SystemExit(3)",
         target=ROLE_THAT_STAYS,
         drafter=ROLE_THAT_STAYS,
@@ -134,15 +140,15 @@ def test_a_configuration_error_is_not_tried_again(tmp_path, signals_as_before):
     assert "bad option" in text
 
 
-def test_a_request_over_http_stops_the_run(tmp_path, signals_as_before):
+def test_a_request_over_http_stops_the_run(run_dir, signals_as_before):
     def ask() -> None:
-        with (tmp_path / "alive").open("rb"):  # opens once the coordinator listens
-            request_stop(read_address(tmp_path))
+        with (run_dir / "alive").open("rb"):  # opens once the coordinator listens
+            request_stop(read_address(run_dir))
 
     asker = threading.Thread(target=ask)
     asker.start()
     waits = COORDINATOR_PROGRAM + WAITS_TO_BE_STOPPED
-    verdict, text = run_up(tmp_path, coordinator=waits, target=ROLE_THAT_STAYS, drafter=ROLE_THAT_STAYS)
+    verdict, text = run_up(run_dir, coordinator=waits, target=ROLE_THAT_STAYS, drafter=ROLE_THAT_STAYS)
     asker.join()
     assert verdict.code is ExitCode.STOPPED
     assert "stopped:" in text
@@ -184,9 +190,9 @@ def ends(pidfd: int, within_s: float) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_through_the_coordinator(tmp_path, number):
+def test_a_signal_stops_through_the_coordinator(run_dir, number):
     waits = COORDINATOR_PROGRAM + WAITS_TO_BE_STOPPED
-    process, pids = started_up(tmp_path, coordinator=waits, target=ROLE_THAT_STAYS, drafter=ROLE_THAT_STAYS)
+    process, pids = started_up(run_dir, coordinator=waits, target=ROLE_THAT_STAYS, drafter=ROLE_THAT_STAYS)
     assert process.stdout is not None
     assert any("state=running" in line for line in iter(process.stdout.readline, ""))
     watched = [os.pidfd_open(pid) for pid in pids]
@@ -194,22 +200,22 @@ def test_a_signal_stops_through_the_coordinator(tmp_path, number):
     process.communicate(timeout=60)
     assert process.returncode == ExitCode.STOPPED
     assert all(ends(pidfd, 0.0) for pidfd in watched)
-    assert "stopped" in (tmp_path / "logs" / "coordinator-0.log").read_text()
+    assert "stopped" in (run_dir / "logs" / "coordinator-0.log").read_text()
 
 
-def test_children_do_not_outlive_a_killed_up(tmp_path):
+def test_children_do_not_outlive_a_killed_up(run_dir):
     stays = "import signal; signal.pause()"
-    process, pids = started_up(tmp_path, coordinator=stays, target=stays, drafter=stays)
+    process, pids = started_up(run_dir, coordinator=stays, target=stays, drafter=stays)
     watched = [os.pidfd_open(pid) for pid in pids]
     process.kill()
     process.communicate(timeout=30)
     assert all(ends(pidfd, 10.0) for pidfd in watched)
 
 
-def test_children_get_their_thread_counts_and_their_place(tmp_path):
+def test_children_get_their_thread_counts_and_their_place(run_dir):
     body = "import os; print(sys.argv[1:], os.environ['OMP_NUM_THREADS'], os.getpgid(0) == os.getpid())"
     processes = Processes(
-        tmp_path, ["--x", "1"], {"target": 3}, program(tmp_path, target=body, coordinator="pass")
+        run_dir, ["--x", "1"], {"target": 3}, program(run_dir, target=body, coordinator="pass")
     )
     role = RoleId("target", 2)
     pidfd = os.pidfd_open(processes.start(role))

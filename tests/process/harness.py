@@ -1,0 +1,246 @@
+"""Real runs on a tiny random model: real processes, sockets, files and kills.
+
+A run of 40 samples over two epochs takes a few seconds; each role takes about 4 s to start, which is
+Python importing torch. Every process has one thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from services.config.load import load
+from services.data.dataset import Sample
+from services.data.writer import write_dataset
+from services.lifecycle import arena_folder
+
+DEADLINE_S = 120.0
+
+CONFIG = """
+[run]
+dir = "{run}"
+epochs = 2
+seed = 3
+[model]
+path = "{model}"
+dtype = "float32"
+[data]
+path = "{data}"
+[plan]
+token_budget = 96
+bucket_edges = [16, 32]
+packs_per_step = 3
+[target]
+count = {targets}
+slots = 4
+threads = 1
+self_check = false
+[drafter]
+count = {drafters}
+threads = 1
+layers = 1
+taps = 2
+block_size = 4
+mask_token_id = 60
+dtype = "float32"
+deterministic = true
+[recipe]
+anchors_per_pack = 16
+anchor_draws = {draws}
+lr = 0.003
+noise = "uniform"
+noise_scale = 0.01
+[arena]
+dir = "{arena}"
+checksum = "always"
+[coordinator]
+http_port = 0
+heartbeat_s = 0.2
+[checkpoint]
+every_steps = 4
+[profile]
+interval_s = 5.0
+"""
+
+
+def write_model(folder: Path, *, seed: int = 0) -> Path:
+    """A random Llama of 6 layers, hidden 32, 64 rows."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_data(folder: Path, *, rows: int = 40, seed: int = 5) -> Path:
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(rows):
+        length = int(random.integers(6, 30))
+        mask = np.ones(length, np.uint8)
+        mask[:3] = 0
+        samples.append(Sample(random.integers(3, 60, length).astype(np.int32), mask))
+    write_dataset(folder, samples, {"max_length": 32})
+    return folder
+
+
+class Run:
+    """One run folder and its processes, by name: "coordinator", "target-0", "drafter-0"."""
+
+    def __init__(
+        self, root: Path, name: str, model: Path, data: Path, *,
+        targets: int = 2, drafters: int = 1, draws: int = 1, extra: str = "",
+    ) -> None:  # fmt: skip
+        self.targets, self.drafters = targets, drafters
+        self.dir = root / name
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self.file = self.dir.with_suffix(".toml")
+        text = CONFIG.format(
+            run=self.dir, model=model, data=data, arena=root / "arena", targets=targets, drafters=drafters,
+            draws=draws,
+        )  # fmt: skip
+        self.file.write_text(text + extra)
+        self.config = load(file=self.file, environ={}).config
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    # ---- processes ----------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        targets = [f"target-{index}" for index in range(self.targets)]
+        return ["coordinator", *targets, *(f"drafter-{index}" for index in range(self.drafters))]
+
+    def start(self, *names: str) -> None:
+        for name in names or self.names():
+            role, _, index = name.partition("-")
+            command = [sys.executable, "-m", "services.cli", role, "--config", str(self.file)]
+            command += ["--index", index] if index else []
+            with (self.dir / f"{name}.log").open("ab") as log:
+                self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        process = self.processes[name]
+        process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            process.wait(DEADLINE_S)
+
+    def revive(self) -> None:
+        """Start every role again that has ended, as a restart policy would."""
+        for name in self.names():
+            if name not in self.processes or self.processes[name].poll() is not None:
+                self.start(name)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(DEADLINE_S)
+
+    def log(self, name: str) -> str:
+        return (self.dir / f"{name}.log").read_text()
+
+    # ---- waiting ------------------------------------------------------------------------------
+
+    def wait(self, until: Callable[[], bool], what: str, *, revive: bool = False) -> None:
+        """Poll a condition with a deadline; a role that ends with an error ends the wait."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        pause = subprocess.Popen(["sleep", str(DEADLINE_S)])
+        try:
+            while not until():
+                if revive:
+                    self.revive()
+                assert time.monotonic() < deadline_s, f"{what}: not within {DEADLINE_S} s\n{self.tails()}"
+                try:
+                    pause.wait(0.05)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            pause.kill()
+            pause.wait()
+
+    def tails(self) -> str:
+        return "\n".join(f"--- {n}\n" + "\n".join(self.log(n).splitlines()[-15:]) for n in self.processes)
+
+    def wait_step(self, step: int, *, revive: bool = False) -> None:
+        self.wait(lambda: self.committed_steps() >= step, f"step {step}", revive=revive)
+
+    def wait_finished(self, *, revive: bool = False) -> None:
+        """Until the coordinator has left with status 0 and every role with it."""
+        self.wait(self.finished, "the finished record", revive=revive)
+        self.wait(lambda: all(p.poll() is not None for p in self.processes.values()), "all roles gone")
+
+    # ---- what the ledger and the disk say -----------------------------------------------------
+
+    def query(self, sql: str) -> list[tuple]:
+        path = self.dir / "ledger.sqlite"
+        if not path.exists():
+            return []
+        with sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10) as db:
+            try:
+                return db.execute(sql).fetchall()
+            except sqlite3.OperationalError:
+                return []
+            finally:
+                db.rollback()
+
+    def committed_steps(self) -> int:
+        rows = self.query("SELECT max(step) FROM steps WHERE timeline = (SELECT max(timeline) FROM timelines)")
+        return 0 if not rows or rows[0][0] is None else rows[0][0] + 1
+
+    def finished(self) -> bool:
+        return bool(self.query("SELECT 1 FROM finished"))
+
+    def result(self) -> dict:
+        return json.loads((self.dir / "result.json").read_text())
+
+    def final_weights(self) -> str:
+        """sha256 over the weights of the last recorded checkpoint."""
+        rows = self.query("SELECT name FROM checkpoints WHERE deleted = 0 ORDER BY step DESC, timeline DESC LIMIT 1")
+        file = self.dir / "checkpoints" / rows[0][0] / "model.safetensors"
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+
+    def status(self) -> dict:
+        where = json.loads((self.dir / "coordinator.json").read_text())["http"]
+        with urllib.request.urlopen(f"{where}/status", timeout=10) as answer:
+            return json.load(answer)
+
+    def get(self, path: str) -> str:
+        where = json.loads((self.dir / "coordinator.json").read_text())["http"]
+        with urllib.request.urlopen(where + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def assert_exactly_once(self) -> None:
+        """Every batch of every epoch has one outcome and none failed, from the ledger."""
+        result = self.result()
+        assert (result["batches_without_outcome"], result["batches_duplicated"]) == (0, 0)
+        assert result["samples_committed"] == result["samples_total"] and result["samples_failed"] == 0
+        duplicated = self.query(
+            "SELECT epoch, batch FROM outcomes WHERE timeline = (SELECT max(timeline) FROM timelines) "
+            "GROUP BY epoch, batch HAVING count(*) > 1"
+        )
+        assert duplicated == []
+
+    def assert_nothing_left(self) -> None:
+        folder = arena_folder(self.config)
+        left = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+        assert left == []
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
+    return kept | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
