@@ -3,7 +3,8 @@
     OUT/                       the finished dataset, see services/data/dataset.py
     .OUT.partial/              what a running (or killed) prepare has done
         data-00000.arrow       a closed shard, fsynced
-        journal.json           {key, parts: [{file, rows, bytes}], progress}, replaced after each shard
+        skipped.jsonl          one line for each row left out, there if any was
+        journal.json           {key, parts, skipped_bytes, progress}, replaced after each shard
 
 Whoever fails or is interrupted removes the partial folder; whoever is killed leaves it, and the next
 writer with the same `key` goes on after the last closed shard: `progress` says where that is in the
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from services.data.dataset import FORMAT, MANIFEST, Block, Dataset, Sample, Sour
 
 BATCH_ROWS = 1024
 JOURNAL = "journal.json"
+SKIPPED = "skipped.jsonl"
 SCHEMA = pa.schema(
     [
         pa.field("input_ids", pa.list_(pa.int32())),
@@ -68,6 +70,7 @@ class DatasetWriter:
         self._pending: list[Row] = []
         self._stream: pa.RecordBatchStreamWriter | None = None
         self._file: Any = None
+        self._skipped: Any = None
         self._rows_in_part = 0
 
     def __enter__(self) -> DatasetWriter:
@@ -86,8 +89,9 @@ class DatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._skipped):
+            if file is not None:
+                file.close()
         if self._partial.exists():
             shutil.rmtree(self._partial)
         os.close(self._lock)
@@ -99,20 +103,31 @@ class DatasetWriter:
             if len(self._pending) == BATCH_ROWS:
                 self._write_batch()
 
+    def note_skipped(self, entry: dict[str, Any]) -> None:
+        """Append a line to `skipped.jsonl`."""
+        if self._skipped is None:
+            self._skipped = (self._partial / SKIPPED).open("ab")
+        self._skipped.write(json.dumps(entry).encode() + b"\n")
+
     def commit(self, progress: Any, at_least_rows: int) -> None:
         """Close the shard if it holds `at_least_rows`; a later writer resumes with `progress` (JSON)."""
         if self._rows_in_part + len(self._pending) >= at_least_rows:
             self._close_part()
             journal = {"key": self._key, "parts": self._parts, "progress": progress}
+            journal["skipped_bytes"] = self._sync_skipped()
             _write_durably(self._partial / JOURNAL, json.dumps(journal))
 
-    def finish(self, info: dict[str, Any]) -> Dataset:
-        """Make it visible under its own name. Raises DataError if no row was added."""
+    def finish(self, describe: Callable[[Iterator[Block]], dict[str, Any]]) -> Dataset:
+        """Make it visible under its own name, with the `info` that `describe` makes of what was written.
+
+        Raises DataError if no row was added.
+        """
         self._close_part()
+        self._sync_skipped()
         if not self._parts:
             raise DataError(f"{self._output}: no sample is left to write; a dataset needs at least one")
-        blocks = [block for part in self._parts for block in open_shard(self._partial, part)]
-        fingerprint = content_fingerprint(blocks)
+        info = describe(self._blocks())
+        fingerprint = content_fingerprint(self._blocks())
         _write_datasets_files(self._partial, [part["file"] for part in self._parts], fingerprint)
         manifest = {
             "format": FORMAT, "rows": sum(part["rows"] for part in self._parts),
@@ -131,12 +146,29 @@ class DatasetWriter:
             found = json.loads(journal.read_text(encoding="utf-8"))
         except FileNotFoundError:
             found = {"key": None, "parts": []}
+        keep = set()
         if found["key"] == self._key:
             self._parts, self.progress = found["parts"], found["progress"]
-        keep = {part["file"] for part in self._parts} | ({JOURNAL} if self._parts else set())
+            keep = {JOURNAL, *(part["file"] for part in self._parts)}
+            if found["skipped_bytes"]:
+                keep.add(SKIPPED)
+                os.truncate(self._partial / SKIPPED, found["skipped_bytes"])
         for file in self._partial.iterdir():
             if file.name not in keep:
                 file.unlink()
+
+    def _blocks(self) -> Iterator[Block]:
+        """Everything written, one shard mapped at a time."""
+        for part in self._parts:
+            yield from open_shard(self._partial, part)
+
+    def _sync_skipped(self) -> int:
+        """Bytes of `skipped.jsonl` that are durable now."""
+        if self._skipped is not None:
+            self._skipped.flush()
+            os.fsync(self._skipped.fileno())
+        file = self._partial / SKIPPED
+        return file.stat().st_size if file.exists() else 0
 
     def _write_batch(self) -> None:
         if not self._pending:
@@ -165,10 +197,10 @@ def write_dataset(output: Path, samples: Iterable[Sample], info: dict[str, Any])
     """Write samples that are tokenized already, e.g. of a test; `info` is stored as it is (JSON)."""
     with DatasetWriter(output, key="") as writer:
         writer.add(Row(sample, Source(0, number)) for number, sample in enumerate(samples, start=1))
-        return writer.finish(info)
+        return writer.finish(lambda blocks: info)
 
 
-def content_fingerprint(blocks: list[Block]) -> str:
+def content_fingerprint(blocks: Iterable[Block]) -> str:
     """sha256 of all lengths, tokens and masks; how rows are cut into shards does not matter."""
     lengths, ids, masks = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     for block in blocks:

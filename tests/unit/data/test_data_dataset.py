@@ -56,7 +56,7 @@ def test_the_fingerprint_is_of_the_content_and_not_of_its_shards(tmp_path, monke
         for first in range(0, 50, 10):
             writer.add(rows(10, first))
             writer.commit(first, at_least_rows=10)
-        two = writer.finish({})
+        two = writer.finish(lambda blocks: {})
     assert len(list((tmp_path / "two").glob("*.arrow"))) == 5
     assert one.fingerprint == two.fingerprint
     assert write_dataset(tmp_path / "three", samples(50, 1), {}).fingerprint != one.fingerprint
@@ -88,7 +88,7 @@ def test_a_killed_writer_is_resumed_after_its_last_shard(tmp_path):
     with DatasetWriter(tmp_path / "d", key="same") as writer:
         assert writer.progress == {"line": 20}
         writer.add(rows(10, 20))
-        dataset = writer.finish({})
+        dataset = writer.finish(lambda blocks: {})
     assert [dataset.source(row).line for row in range(30)] == list(range(1, 31))
     assert dataset.fingerprint == write_dataset(tmp_path / "whole", samples(30), {}).fingerprint
 
@@ -98,7 +98,7 @@ def test_another_key_starts_afresh(tmp_path):
     with DatasetWriter(tmp_path / "d", key="new") as writer:
         assert writer.progress is None
         writer.add(rows(3))
-        assert len(writer.finish({})) == 3
+        assert len(writer.finish(lambda blocks: {})) == 3
 
 
 def test_two_writers_of_one_output_and_an_existing_output_are_refused(tmp_path):
@@ -106,7 +106,7 @@ def test_two_writers_of_one_output_and_an_existing_output_are_refused(tmp_path):
         with pytest.raises(AlreadyRunning, match="another prepare"), DatasetWriter(tmp_path / "d", key="k"):
             pass
         writer.add(rows(1))
-        writer.finish({})
+        writer.finish(lambda blocks: {})
     with pytest.raises(DataError, match="exists already"):
         DatasetWriter(tmp_path / "d", key="k")
 
