@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CPU_CHUNK_ROWS = 128  # 25 MB of float32 logits at 49,152 rows: stays in the last-level cache
+CPU_CHUNK_ROWS = 256  # 50 MB of float32 logits at 49,152 rows; smaller products are up to a third slower
 GPU_CHUNK_ROWS = 1024
 
 

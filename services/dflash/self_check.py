@@ -52,9 +52,9 @@ def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> di
     for name, error in errors.items():
         if not error <= limits[name]:  # NaN, too
             raise ModelError(
-                f"target self-check {name!r}: relative error {error:.2e}, at most {limits[name]:.0e} is rounding; "
-                f"this model's hidden states are not what a drafter is served with (taps {tuple(layer_ids)}, "
-                f"{target.dtype}); another attention or dtype may be right"
+                f"target self-check {name!r}: relative error {error:.2e}, at most {limits[name]:.0e} is "
+                f"rounding; this model's hidden states are not what a drafter is served with (taps "
+                f"{tuple(layer_ids)}, {target.dtype}); another attention or dtype may be right"
             )
     return errors
 

@@ -137,3 +137,33 @@ class TapCapture:
     def _copy(self, hidden: Tensor, place_TH: Tensor) -> None:
         assert self._rows_T is not None
         torch.index_select(hidden.flatten(0, 1), 0, self._rows_T, out=place_TH)
+
+
+class TapReader:
+    """Joined taps of the model's latest forward, [tokens, D*H], for decoding one sequence at a time."""
+
+    def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
+        self._taps: list[Tensor | None] = [None] * len(layer_ids)
+        self._hooks = [
+            target.layers[layer].register_forward_hook(self._hook(index))
+            for index, layer in enumerate(layer_ids)
+        ]
+
+    def __enter__(self) -> TapReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def features(self) -> Tensor:
+        """Of the one sequence in the batch; raises if no forward has run."""
+        taps = [tap for tap in self._taps if tap is not None]
+        assert len(taps) == len(self._taps), "no forward has run yet"
+        return torch.cat(taps, dim=-1)[0]
+
+    def _hook(self, index: int) -> Any:
+        def keep(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            self._taps[index] = output if isinstance(output, Tensor) else output[0]
+
+        return keep
