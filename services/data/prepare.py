@@ -33,7 +33,7 @@ from services.data.convert import (
     start_worker,
 )  # fmt: skip
 from services.data.dataset import Source
-from services.data.sources import RawRow, check_source, read_rows, source_size
+from services.data.sources import LINES, RawRow, check_source, read_rows, source_size
 from services.data.statistics import describe
 from services.data.writer import DatasetWriter, Row
 
@@ -145,7 +145,8 @@ def _refuse_or_skip(writer: DatasetWriter, counts: Counts, bad: Rejected, path: 
     if bad.kind == TOO_LONG:
         option, choice = "data.on_too_long", "skip" if options.on_too_long == "skip" else "refuse"
     if choice == "refuse":
-        raise DataError(f"{path}, line {bad.line}: {bad.reason} (correct it, or set {option} = skip)")
+        unit = "line" if path.suffix in LINES and path.is_file() else "row"
+        raise DataError(f"{path}, {unit} {bad.line}: {bad.reason} (correct it, or set {option} = skip)")
     counts.skipped[bad.kind] += 1
     writer.note_skipped({"input": str(path), "line": bad.line, "kind": bad.kind, "reason": bad.reason})
 

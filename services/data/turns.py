@@ -196,12 +196,11 @@ class ChatTemplate:
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
+        return tokenizer.get_chat_template()
+    except ValueError:
         raise ModelError(
-            f"tokenizer {tokenizer.name_or_path}: no chat template to use ({error}); set data.chat_template"
+            f"tokenizer {tokenizer.name_or_path}: has no chat template; set data.chat_template to a file"
         ) from None
-    return template
 
 
 def _split(rendered: str, at: int) -> tuple[str, str]:

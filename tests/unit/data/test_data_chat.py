@@ -78,8 +78,8 @@ def test_the_tokens_before_an_answer_are_the_prompt_that_a_server_sends(template
 
 PIECES = [
     "fox", " ", "\n", "\n\n", "The quick", "日本", "😀", "é", "e\u0301", "<", "<|", "|>", "</", "[",
-    "]", "<think", "{", '"', "'", "\t", "###", "end", "system", "assistant", "\r\n", "0", "1,000", "\u200d", "Привет",
-    "\\n", "%}", "{{", "user:",
+    "]", "<think", "{", '"', "'", "\t", "###", "end", "system", "assistant", "\r\n", "0", "1,000", "\u200d",
+    "Привет", "\\n", "%}", "{{", "user:",
 ]  # fmt: skip
 
 
