@@ -48,7 +48,7 @@ class Run(Options):
 
 
 class Model(Options):
-    path: str = option(description="target model: a local folder or a hub id (safetensors only)")
+    path: str = option(description="target model: a local folder with config.json and safetensors")
     dtype: Literal["float32", "bfloat16", "float16"] = training(
         "bfloat16", description="the target's compute type"
     )
@@ -190,7 +190,6 @@ class Coordinator(Options):
     endpoint: str = option(
         "", description="control plane, ipc:// or tcp://; empty: ipc:// in the arena folder"
     )
-    keys_dir: str = option("", description="folder of CURVE keys for tcp:// (`draftmill keys`); empty: none")
     insecure: bool = option(False, description="allow tcp:// without CURVE keys")
     keys: str = option("", description="folder of CURVE keys for tcp:// (see `draftmill keys`); empty: none")
     http_host: str = option("127.0.0.1", description="address of /metrics, /healthz and /status")

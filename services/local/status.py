@@ -10,7 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from protocol.errors import PeerGone
 
 ADDRESS_FILE = "coordinator.json"
+RESULT = "result.json"  # the last status, left behind by a coordinator that ended by itself
 ANSWER_S = 1.0
 
 
@@ -125,6 +126,11 @@ def fetch(address: Address) -> Status:
         raise PeerGone(
             f"{address.http}/status: not the status of a run: {error.errors()[0]['msg']}"
         ) from error
+
+
+def fetch_json(address: Address) -> Any:
+    """The same as the coordinator wrote it, with what this version does not know."""
+    return json.loads(_request(address, "GET", "/status"))
 
 
 def request_stop(address: Address) -> None:

@@ -14,14 +14,14 @@ from signal import SIGTERM
 
 from rich.console import Console
 
+from protocol.arena import sweep
 from protocol.errors import PeerGone
 from services.config.schema import Config
 from services.lifecycle import ExitCode, arena_folder, stop_on_signals
 from services.local.display import Display, display
-from services.local.janitor import sweep
 from services.local.processes import ROLE_PROGRAM, Processes
 from services.local.progress import Progress
-from services.local.status import Status, fetch, read_address
+from services.local.status import RESULT, Status, fetch, read_address
 from services.local.supervisor import COORDINATOR, RoleId, Supervisor, Verdict, describe
 from services.local.view import duration
 from services.local.wakeups import Wakeups, wakeups
@@ -68,7 +68,7 @@ class Up:
         self._progress = Progress()
         self._status: Status | None = None
         self._asked_s = 0.0
-        self._started_s = time.monotonic()
+        self._started_s, self._started_unix_s = time.monotonic(), time.time()
         self._stop = stop_on_signals()
 
     def run(self) -> Verdict:
@@ -85,7 +85,7 @@ class Up:
 
     def conclude(self, console: Console, verdict: Verdict) -> None:
         """How it ended, in a few lines; on failure with the end of the culprit's log."""
-        status = self._status or Status()
+        status = self._final_status()
         restarts = sum(self._restarts().values())
         console.print(
             f"{verdict.code.name.lower().replace('_', ' ')}: {status.samples_committed} samples committed, "
@@ -99,6 +99,13 @@ class Up:
             console.print(f"last lines of {self._processes.log_file(verdict.culprit)}:", highlight=False)
             for line in self._processes.last_lines(verdict.culprit, LAST_LINES):
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _final_status(self) -> Status:
+        """The coordinator's own account of its end, else the last that it answered."""
+        file = self._config.run.dir / RESULT
+        if file.is_file() and file.stat().st_mtime >= self._started_unix_s:
+            return Status.model_validate_json(file.read_bytes())
+        return self._status or Status()
 
     # ---- the loop's parts ---------------------------------------------------------------------
 

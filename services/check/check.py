@@ -1,0 +1,71 @@
+"""`draftmill check`: everything that would stop a run, found before anything starts or is replaced.
+
+Reads configuration, headers, lengths and free space; writes nothing. All findings at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.check.data import check_data, check_other_files
+from services.check.machine import arenas_size, check_places, check_room, checkpoint_size, slot_size
+from services.check.model import ModelFacts, check_model
+from services.check.run_folder import check_run_folder, is_running
+from services.config.load import Loaded
+from services.config.sources import Finding
+from services.data.dataset import Dataset
+from services.data.plan import Schedule
+from services.local.view import size
+
+
+class Report(NamedTuple):
+    """`facts` as (name, value) for people; a run may start when `findings` is empty."""
+
+    facts: list[tuple[str, str]]
+    findings: list[Finding]
+
+
+def check(loaded: Loaded) -> Report:
+    """Look at everything that `loaded` names."""
+    model, findings = check_model(loaded)
+    dataset, more = check_data(loaded, model)
+    findings += more
+    findings += check_other_files(loaded)
+    findings += check_run_folder(loaded, dataset)
+    findings += check_places(loaded, port_is_ours=is_running(loaded.config.run.dir))
+    if model is not None:
+        findings += check_room(loaded, model)
+    return Report(_facts(loaded, model, dataset if not findings else None), findings)
+
+
+def _facts(loaded: Loaded, model: ModelFacts | None, dataset: Dataset | None) -> list[tuple[str, str]]:
+    config, facts = loaded.config, []
+    if model is not None:
+        shape = model.drafter
+        taps = ",".join(map(str, shape.target_layer_ids))
+        facts += [
+            (
+                "target",
+                f"{model.folder}, {size(model.weight_bytes)} of weights, {model.rows:,} embedding rows",
+            ),
+            (
+                "drafter",
+                f"{shape.parameter_count:,} parameters, taps {taps}, mask token {shape.mask_token_id}",
+            ),
+            ("slot", size(slot_size(config, model))),
+            (
+                "arenas",
+                f"{size(arenas_size(config, model))} in {config.arena.dir} (two incarnations of each target)",
+            ),
+            ("checkpoint", f"{size(checkpoint_size(model))} each, in {config.run.dir / 'checkpoints'}"),
+        ]
+    if dataset is not None:
+        steps = Schedule(config, dataset).total_steps
+        tokens = (
+            f"{int(dataset.lengths.sum()):,} tokens, {int(dataset.supervised.sum()):,} of them supervised"
+        )
+        facts.append(
+            ("data", f"{len(dataset):,} samples, {tokens}; the longest has {int(dataset.lengths.max())}")
+        )
+        facts.append(("plan", f"{steps} steps in {config.run.epochs} epochs"))
+    return facts

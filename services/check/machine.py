@@ -1,0 +1,158 @@
+"""Whether this machine has room for the run: memory for arenas, disk for checkpoints, a port, short paths.
+
+Arenas are counted twice for each target, because a dead target's file lives until its last pack is trained.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from protocol.arena import arena_bytes, free_bytes
+from protocol.sockets import MAX_IPC_PATH_BYTES
+from services.check.model import ModelFacts
+from services.config.load import Loaded
+from services.config.rules import packs_needed
+from services.config.schema import Config
+from services.config.sources import Finding
+from services.data.plan import rows_limit
+from services.lifecycle import arena_folder
+from services.local.view import size
+from services.transport.layout import slot_bytes
+
+_STATE_COPIES = 3  # float32 masters and AdamW's two moments
+_LONGEST_NAME = "drafter-0123456789ab.inbox"
+
+
+def slot_size(config: Config, model: ModelFacts) -> int:
+    """Payload bytes of one slot."""
+    documents = max(rows_limit(edge, config.plan.token_budget) for edge in config.plan.bucket_edges)
+    shape = model.drafter
+    return slot_bytes(config, hidden=shape.hidden_size, taps=shape.taps, max_documents=documents)
+
+
+def arenas_size(config: Config, model: ModelFacts) -> int:
+    """Bytes in `arena.dir` of two incarnations of every target. With `cuda_ipc` only headers are there."""
+    each = arena_bytes(
+        "cuda_ipc" if config.arena.kind == "cuda_ipc" else "shm",
+        config.target.slots,
+        slot_size(config, model),
+    )
+    return 2 * config.target.count * each
+
+
+def checkpoint_size(model: ModelFacts) -> int:
+    """Bytes of one checkpoint: weights and optimizer in float32."""
+    return 4 * _STATE_COPIES * model.drafter.parameter_count
+
+
+def check_room(loaded: Loaded, model: ModelFacts) -> list[Finding]:
+    """Memory and disk, from the model's numbers."""
+    return [*_arenas(loaded, model), *_cap(loaded, model), *_memory(loaded, model), *_disk(loaded, model)]
+
+
+def check_places(loaded: Loaded, *, port_is_ours: bool) -> list[Finding]:
+    """Folders, paths and the port. `port_is_ours`: a live coordinator of this run has it."""
+    port = [] if port_is_ours else _port(loaded)
+    return [*_folders(loaded), *_socket_path(loaded), *port]
+
+
+def _arenas(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
+    config = loaded.config
+    wanted, folder = arenas_size(config, model), nearest(config.arena.dir)
+    free = free_bytes(folder) + _bytes_in(arena_folder(config))
+    if wanted > free:
+        subject = loaded.describe("arena.dir", "target.count", "target.slots", "plan.token_budget")
+        count, slots, each = config.target.count, config.target.slots, size(slot_size(config, model))
+        rule = (
+            f"two arenas a target take {size(wanted)} (2 x {count} targets x {slots} slots x {each}), "
+            f"{size(free)} are free in {folder}; lower target.slots or "
+            "plan.token_budget, enlarge the tmpfs (docker: shm_size), or choose another arena.dir"
+        )
+        yield Finding(subject, rule)
+
+
+def _cap(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
+    config = loaded.config
+    cap, needed = config.coordinator.in_flight_cap_bytes, packs_needed(config, config.target.count)
+    wanted = needed * slot_size(config, model)
+    if 0 < cap < wanted:
+        rule = f"{needed} full packs must fit into it, {wanted} bytes; raise it to that"
+        yield Finding(loaded.describe("coordinator.in_flight_cap_bytes", "plan.packs_per_step"), rule)
+
+
+def _memory(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
+    config = loaded.config
+    on_cpu = _on_cpu(config.target.gpus)
+    wanted = arenas_size(config, model) // 2 + (config.target.count * model.weight_bytes if on_cpu else 0)
+    available = _available_memory()
+    if wanted > available:
+        weights = f" and {config.target.count} copies of the target's weights" if on_cpu else ""
+        rule = f"arenas{weights} take {size(wanted)}, {size(available)} of memory are available; lower them"
+        yield Finding(loaded.describe("target.count", "target.slots"), rule)
+
+
+def _disk(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
+    config = loaded.config
+    kept = config.checkpoint.keep + 2  # the initial weights, and one being written
+    wanted, folder = kept * checkpoint_size(model), nearest(config.run.dir)
+    free = free_bytes(folder) + _bytes_in(config.run.dir / "checkpoints")
+    if wanted > free:
+        rule = f"{kept} checkpoints take {size(wanted)}, {size(free)} are free in {folder}; keep fewer"
+        rule += " or move the run"
+        yield Finding(loaded.describe("run.dir", "checkpoint.keep"), rule)
+
+
+def _folders(loaded: Loaded) -> Iterator[Finding]:
+    config = loaded.config
+    for option, path in (("run.dir", config.run.dir), ("arena.dir", config.arena.dir)):
+        folder = nearest(path)
+        if not folder.is_dir():
+            yield Finding(loaded.describe(option), f"{folder} is a file; choose a folder")
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            yield Finding(
+                loaded.describe(option), f"this user may not write into {folder}; choose another folder"
+            )
+
+
+def _socket_path(loaded: Loaded) -> Iterator[Finding]:
+    length = len(str(arena_folder(loaded.config).resolve() / _LONGEST_NAME).encode())
+    if length > MAX_IPC_PATH_BYTES:
+        rule = (
+            f"paths of sockets in it have {length} bytes, the kernel takes {MAX_IPC_PATH_BYTES}; shorten it"
+        )
+        yield Finding(loaded.describe("arena.dir"), rule)
+
+
+def _port(loaded: Loaded) -> Iterator[Finding]:
+    options = loaded.config.coordinator
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.http_host, options.http_port))
+        except OSError as error:
+            rule = f"cannot listen there ({error.strerror}); choose a free port, or 0 for any"
+            yield Finding(loaded.describe("coordinator.http_host", "coordinator.http_port"), rule)
+
+
+def nearest(path: Path) -> Path:
+    """`path`, or its first parent that exists: where it would be made."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _bytes_in(folder: Path) -> int:
+    """What a restart of the same run gives back: files of dead incarnations, older checkpoints."""
+    return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*")) if folder.is_dir() else 0
+
+
+def _on_cpu(gpus: tuple[str, ...]) -> bool:
+    return all(gpu == "cpu" for gpu in gpus) if gpus else not Path("/proc/driver/nvidia/version").exists()
+
+
+def _available_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(available)

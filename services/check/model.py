@@ -1,0 +1,122 @@
+"""Whether the target's folder holds what a run needs: configuration, whole safetensors, a fitting tokenizer.
+
+No weights are read, only the headers of their files. Slow for one reason: importing transformers, 2 to 8 s.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from protocol.errors import ModelError
+from services.config.load import Loaded
+from services.config.schema import Config
+from services.config.sources import Finding
+from services.data.convert import check_vocabulary
+from services.dflash.drafter_config import DrafterConfig, derive
+from services.dflash.target_model import load_stop_ids, load_text_config, load_tokenizer
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+class ModelFacts(NamedTuple):
+    """What the other checks need to know of the target."""
+
+    folder: Path
+    rows: int  # of the embedding
+    weight_bytes: int
+    tokenizer: Any | None  # None: the folder has none, and none is needed
+    drafter: DrafterConfig
+
+
+def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
+    """Facts None: the folder is too wrong for the checks that build on it."""
+    folder, subject = Path(loaded.config.model.path), loaded.describe("model.path")
+    findings = [Finding(subject, rule) for rule in _broken_files(folder)]
+    if findings:
+        return None, findings
+    try:
+        text_config, tokenizer = load_text_config(folder), _tokenizer(folder, loaded.config)
+        rows = _embedding_rows(folder) or text_config.vocab_size
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, rows, str(folder))
+        shape = derive(text_config, loaded.config.drafter, tokenizer, stop_ids=load_stop_ids(folder))
+    except ModelError as error:
+        return None, [Finding(subject, str(error))]
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    facts = ModelFacts(folder, rows, weight_bytes, tokenizer, shape)
+    if rows != text_config.vocab_size:
+        rule = (
+            f"{rows} rows of embedding, {text_config.vocab_size} in config.json; they do not belong together"
+        )
+        findings.append(Finding(subject, rule))
+    return facts, findings
+
+
+def _tokenizer(folder: Path, config: Config) -> Any | None:
+    """None: there is none, and none is needed, because the mask token is named and data are tokenized."""
+    if config.drafter.mask_token_id >= 0 and not any(folder.glob("tokenizer*")):
+        return None
+    return load_tokenizer(folder)
+
+
+def _broken_files(folder: Path) -> Iterator[str]:
+    if not folder.is_dir():
+        yield "is no folder; give the local folder of a model, with config.json and *.safetensors"
+        return
+    if not (folder / "config.json").is_file():
+        yield "has no config.json; give the folder of a Hugging Face model"
+    weights = sorted(folder.glob("*.safetensors"))
+    pickled = [file.name for pattern in _PICKLED for file in folder.glob(pattern)]
+    if not weights and pickled:
+        yield f"has pickled weights only ({pickled[0]}), which may run code; convert them to safetensors"
+    elif not weights:
+        yield "has no *.safetensors; convert or download the weights"
+    yield from _missing_shards(folder)
+    for file in weights:
+        yield from _truncated(file)
+
+
+def _missing_shards(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+    missing = sorted(name for name in named if not (folder / name).is_file())
+    if missing:
+        yield f"{len(missing)} of {len(named)} weight files are missing ({missing[0]} ...); download it again"
+
+
+def _truncated(file: Path) -> Iterator[str]:
+    try:
+        header, data_starts = _header(file)
+    except (ValueError, struct.error):
+        yield f"{file.name} is no safetensors file; download it again"
+        return
+    ends = max(
+        (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0
+    )
+    size = file.stat().st_size
+    if size != data_starts + ends:
+        yield f"{file.name} has {size:,} bytes, its header says {data_starts + ends:,}; download it again"
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > file.stat().st_size:
+            raise ValueError(f"header of {length} bytes")
+        return json.loads(stream.read(length)), 8 + length
+
+
+def _embedding_rows(folder: Path) -> int | None:
+    """Rows of the tensor itself; None when no file has one under a usual name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(file)[0].items():
+            if name.endswith(_EMBEDDINGS):
+                return int(entry["shape"][0])
+    return None

@@ -1,0 +1,75 @@
+"""Whether the run's folder can be (re)entered: nobody lives in it, and its ledger is of the same run.
+
+The ledger is read from a copy: opening a database in WAL mode writes beside it, and a check changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ModelError, PeerGone
+from protocol.files import is_alive
+from services.config.fingerprint import differences, identity, model_fingerprint
+from services.config.load import Loaded
+from services.config.sources import Finding
+from services.data.dataset import Dataset
+from services.local.status import read_address
+
+LOCK = "coordinator.lock"
+LEDGER = "ledger.sqlite"
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a coordinator lives on this run."""
+    return is_alive(run_dir / LOCK)
+
+
+def check_run_folder(loaded: Loaded, dataset: Dataset | None) -> list[Finding]:
+    """Another live coordinator; a ledger that is damaged or of a run with other training options."""
+    config, subject = loaded.config, loaded.describe("run.dir")
+    if is_running(config.run.dir):
+        return [
+            Finding(
+                subject, f"another coordinator runs it ({_where(config.run.dir)}); `draftmill stop` it first"
+            )
+        ]
+    if dataset is None or not (config.run.dir / LEDGER).exists():
+        return []
+    try:
+        recorded = _recorded_identity(config.run.dir / LEDGER)
+        current = identity(config, dataset.fingerprint, model_fingerprint(Path(config.model.path)))
+    except sqlite3.DatabaseError as error:
+        return [Finding(subject, f"{LEDGER}: {error}; restore it from a backup, or choose another run.dir")]
+    except ModelError:
+        return []  # reported as a finding on model.path
+    changed = "; ".join(differences(recorded, current))
+    rule = f"its ledger is of other training options: {changed}. Restore them or choose another run.dir"
+    return [Finding(subject, rule)] if changed else []
+
+
+def _where(run_dir: Path) -> str:
+    try:
+        return read_address(run_dir).http
+    except PeerGone:
+        return "starting"
+
+
+def _recorded_identity(ledger: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as aside:
+        for file in ledger.parent.glob(f"{ledger.name}*"):
+            if not file.name.endswith("-shm"):
+                shutil.copy(file, aside)
+        database = sqlite3.connect(Path(aside) / ledger.name)
+        try:
+            (damage,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            if damage != "ok":
+                raise sqlite3.DatabaseError(damage)
+            row = database.execute("SELECT value FROM run WHERE key = 'identity'").fetchone()
+        finally:
+            database.close()
+    return json.loads(row[0]) if row else {}

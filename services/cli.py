@@ -1,0 +1,217 @@
+"""`draftmill`: one entry a command. Options are read here, heavy things are imported inside the entries.
+
+Every command takes `--config FILE` and any `--section.option VALUE` of the schema (docs/options.md). What
+ends a command on purpose is printed as one block, without a traceback, and decides its exit code
+(services/lifecycle.py has the table).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from protocol.errors import DraftmillError
+from services import logging as events
+from services.config.load import Loaded, load, refuse
+from services.config.sources import split_flags
+from services.lifecycle import exit_code, exit_on_thread_failure, new_incarnation
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of options", show_default=False)]
+Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
+Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: any vacant one")]
+RunFolder = Annotated[
+    Path | None, typer.Argument(help="folder of the run; none: run.dir", show_default=False)
+]
+
+
+def main() -> None:
+    """Entry point: takes the schema's flags out of the command line, then runs the command."""
+    flags, words = split_flags(sys.argv[1:])
+    try:
+        app(words, obj=flags, prog_name="draftmill")
+    except DraftmillError as error:
+        code = exit_code(error)
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"{type(error).__name__}: {error}", markup=False)
+        console.print(f"exit {code.value} ({code.name.lower().replace('_', ' ')})", style="dim")
+        raise SystemExit(code) from None
+
+
+@app.command()
+def prepare(context: typer.Context, inputs: Inputs, config: ConfigFile = None) -> None:
+    """Chats or tokenized completions become the dataset at data.path."""
+    options = load(config, context.obj).config
+    from services.data.prepare import prepare as convert
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("preparing", total=1.0)
+        info = convert(
+            inputs,
+            options.data.path,
+            options.model.path,
+            options.data,
+            lambda done: bar.update(task, completed=done.share, description=f"{done.written} samples"),
+        )
+    typer.echo(json.dumps(info, indent=1, ensure_ascii=False))
+
+
+@app.command()
+def up(context: typer.Context, config: ConfigFile = None) -> None:
+    """Run coordinator, targets and drafters on this machine until the run is finished."""
+    loaded = load(config, context.obj)
+    words = [
+        *(["--config", str(config)] if config else []),
+        *(f"{flag}={value}" for flag, value in context.obj),
+    ]
+    # in a process of its own: it loads transformers, and `up` starts children, which wants to stay small
+    checked = subprocess.run([sys.executable, "-m", "services.cli", "check", "--quiet", *words], check=False)
+    if checked.returncode:
+        raise typer.Exit(checked.returncode)
+    from services.local.up import run_up
+
+    raise typer.Exit(run_up(loaded.config, words, Console(highlight=False)))
+
+
+@app.command()
+def coordinator(context: typer.Context, config: ConfigFile = None) -> None:
+    """The run's coordinator: plan, leases, ledger, metrics. No GPU."""
+    loaded = _role(context, config, "coordinator", None)
+    from services.coordinator.server import main as serve
+
+    raise typer.Exit(serve(loaded.config))
+
+
+@app.command()
+def target(context: typer.Context, config: ConfigFile = None, index: Index = None) -> None:
+    """One target server: computes hidden states."""
+    loaded = _role(context, config, "target", index)
+    from services.target.server import main as serve
+
+    raise typer.Exit(serve(loaded.config, new_incarnation("target"), index))
+
+
+@app.command()
+def drafter(context: typer.Context, config: ConfigFile = None, index: Index = None) -> None:
+    """One drafter trainer."""
+    loaded = _role(context, config, "drafter", index)
+    from services.drafter.trainer import main as train
+
+    raise typer.Exit(train(loaded.config, new_incarnation("drafter"), index))
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    run: RunFolder = None,
+    config: ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the coordinator's own JSON")] = False,
+) -> None:
+    """Roles, slots and who holds them, pool, step, ledger counts, advice."""
+    from services.local.reports import status_report
+    from services.local.status import fetch, fetch_json, read_address
+
+    address = read_address(_run_dir(context, run, config))
+    if as_json:
+        typer.echo(json.dumps(fetch_json(address), indent=1))
+    else:
+        Console(highlight=False).print(status_report(fetch(address)))
+
+
+@app.command()
+def stop(context: typer.Context, run: RunFolder = None, config: ConfigFile = None) -> None:
+    """Stop the run cleanly: finish the step, record a checkpoint, leave."""
+    from services.local.stop import result
+    from services.local.stop import stop as stop_and_wait
+
+    folder = _run_dir(context, run, config)
+    stop_and_wait(folder)
+    last = result(folder)
+    if last is not None:
+        typer.echo(f"{last.state}: step {last.step} of {last.total_steps}, {last.samples_committed} samples")
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    config: ConfigFile = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print findings only")] = False,
+) -> None:
+    """Validate options, model, data, memory, disk, port and run folder before anything starts."""
+    loaded = load(config, context.obj)
+    from services.check.check import check as look
+
+    report = look(loaded)
+    if not quiet:
+        _print_pairs(report.facts)
+    refuse(report.findings)
+
+
+@app.command(name="config")
+def show_config(
+    context: typer.Context,
+    config: ConfigFile = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print docs/options.md")] = False,
+) -> None:
+    """Every option with its value and where that was written."""
+    from services.config.reference import current_values, options_markdown
+
+    if markdown:
+        typer.echo(options_markdown(), nl=False)
+        return
+    _print_pairs(
+        [(path, f"{value}  ({origin})") for path, value, origin in current_values(load(config, context.obj))]
+    )
+
+
+@app.command()
+def plan(context: typer.Context, config: ConfigFile = None) -> None:
+    """Batches, steps, padding, and how many targets and drafters a running run wants."""
+    from services.data.dataset import Dataset
+    from services.local.reports import live_advice, plan_report
+
+    options = load(config, context.obj).config
+    facts = plan_report(options, Dataset.open(options.data.path))
+    _print_pairs([*facts, ("advice", live_advice(options.run.dir))])
+
+
+@app.command()
+def keys(folder: Annotated[Path, typer.Argument(help="new folder for the keys")]) -> None:
+    """Make CURVE keys for a control plane over tcp://."""
+    from protocol.keys import generate_keys
+
+    generate_keys(folder)
+    typer.echo(f"keys in {folder}; set coordinator.keys to it on every host")
+
+
+def _role(context: typer.Context, config: Path | None, role: str, index: int | None) -> Loaded:
+    loaded = load(config, context.obj)
+    events.setup(loaded.config.log, role, index)
+    exit_on_thread_failure()
+    return loaded
+
+
+def _run_dir(context: typer.Context, run: Path | None, config: Path | None) -> Path:
+    return run or load(config, context.obj).config.run.dir
+
+
+def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        table.add_row(Text(name), Text(value))
+    Console(soft_wrap=True).print(table)
+
+
+if __name__ == "__main__":
+    main()
