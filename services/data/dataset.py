@@ -13,6 +13,7 @@ its arrays are views of the mapped file, so they are read-only and must be copie
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,6 +94,10 @@ class Dataset:
         """Which input file and line the row came from."""
         block, at = self._locate(row)
         return Source(int(block.source_file[at]), int(block.source_line[at]))
+
+    def blocks(self) -> Iterator[Block]:
+        """All record batches, in row order, for one pass over everything."""
+        return iter(self._blocks)
 
     def _locate(self, row: int) -> tuple[Block, int]:
         if not 0 <= row < len(self):
