@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from protocol.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -22,8 +24,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0.0 or not 0.0 < self.top_p <= 1.0:
-            raise ValueError(
-                f"temperature {self.temperature}, top_p {self.top_p}: above 0, and in (0, 1]; leave sampling out for greedy"
+            raise ConfigError(
+                f"temperature {self.temperature}, top_p {self.top_p}: must be above 0 and in (0, 1]; "
+                "leave sampling out for greedy decoding"
             )
 
     def generator(self, device: torch.device) -> torch.Generator:

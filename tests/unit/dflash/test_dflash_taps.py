@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_target
+from dflash_tiny import FAMILIES, tiny_target
 
 from protocol.errors import ModelError
 from services.dflash.self_check import self_check

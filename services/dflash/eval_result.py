@@ -1,0 +1,101 @@
+"""What an evaluation found, as JSON and as a table. No torch: reports are read where nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from services.dflash.acceptance import Acceptance
+
+if TYPE_CHECKING:
+    from services.dflash.sampling import Sampling
+    from services.dflash.speculate import Generation
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One entry a prompt in `drafted` and, unless it was left out, in `plain`."""
+
+    domains: tuple[str, ...]
+    drafted: tuple[Generation, ...]
+    plain: tuple[Generation, ...]
+    ties: tuple[int, ...]  # prompts whose answers part at a tie of logits
+    differing: tuple[int, ...]  # prompts whose answers part without one
+    block_size: int
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    sampling: Sampling | None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return Acceptance(self.block_size, tuple(answer.accepted for answer in self.drafted))
+
+    @property
+    def lossless(self) -> bool | None:
+        """None where it was not measured: sampled, or without plain decoding."""
+        return not self.differing if self.plain and self.sampling is None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; NaN never occurs, None means not measured."""
+        acceptance, drafted, plain = self.acceptance, _tokens_per_s(self.drafted), _tokens_per_s(self.plain)
+        return {
+            "prompts": len(self.drafted),
+            "acceptance_length": _number(acceptance.pooled_mean),
+            "acceptance_length_by_request": _number(acceptance.request_mean),
+            "acceptance_length_by_domain": {
+                domain: _number(acceptance.of(requests).pooled_mean)
+                for domain, requests in self._by_domain().items()
+            },
+            "histogram": acceptance.histogram,
+            "by_position": [_number(share) for share in acceptance.by_position],
+            "lossless": self.lossless,
+            "ties": list(self.ties),
+            "differing": list(self.differing),
+            "tokens": sum(len(answer.tokens) for answer in self.drafted),
+            "drafted_tokens_per_s": drafted,
+            "plain_tokens_per_s": plain,
+            "speedup": drafted / plain if drafted and plain else None,
+            "block_size": self.block_size,
+            "max_new_tokens": self.max_new_tokens,
+            "stop_ids": list(self.stop_ids),
+            "sampling": None if self.sampling is None else dict(vars(self.sampling)),
+            "per_request": [list(answer.accepted) for answer in self.drafted],
+        }
+
+    def table(self) -> Table:
+        """The same for a reader at a terminal."""
+        found, acceptance = self.to_dict(), self.acceptance
+        table = Table(title=f"{found['prompts']} prompts, blocks of {self.block_size}", show_header=False)
+        table.add_row("acceptance length (pooled)", f"{acceptance.pooled_mean:.3f}")
+        table.add_row("acceptance length (mean of requests)", f"{acceptance.request_mean:.3f}")
+        for domain, length in found["acceptance_length_by_domain"].items():
+            if domain:
+                table.add_row(f"  {domain}", "-" if length is None else f"{length:.3f}")
+        table.add_row("rounds of 1, 2, .. tokens", " ".join(map(str, acceptance.histogram)))
+        table.add_row("slot 1, 2, .. kept", " ".join(f"{share:.2f}" for share in acceptance.by_position))
+        lossless = {True: "yes", False: f"NO: prompts {list(self.differing)}", None: "not measured"}[
+            self.lossless
+        ]
+        table.add_row("lossless", lossless + (f" ({len(self.ties)} at a tie of logits)" if self.ties else ""))
+        for name in ("drafted_tokens_per_s", "plain_tokens_per_s", "speedup"):
+            table.add_row(name.replace("_", " "), "-" if found[name] is None else f"{found[name]:.2f}")
+        return table
+
+    def _by_domain(self) -> dict[str, list[int]]:
+        domains: dict[str, list[int]] = {}
+        for request, domain in enumerate(self.domains):
+            domains.setdefault(domain, []).append(request)
+        return domains
+
+
+def _tokens_per_s(answers: Sequence[Generation]) -> float | None:
+    """Decoding speed without the prompts' own forward."""
+    seconds = sum(answer.decode_s for answer in answers)
+    return sum(len(answer.tokens) - 1 for answer in answers) / seconds if seconds > 0 else None
+
+
+def _number(value: float) -> float | None:
+    return value if value == value else None

@@ -1,0 +1,203 @@
+"""`eval` and `export`: what a trained drafter is worth with its target, and its way out of here.
+
+Each prompt is decoded by the pair and, as yardstick, by the target alone with the same cache and
+limits. Greedy answers must be equal token for token; where they part, the two tokens' logits must
+tie within rounding (a block and a single token take different matrix products), and that is counted.
+Cost: two decodings of every prompt, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.errors import CheckpointError, ConfigError, ModelError
+from services.config.schema import Config
+from services.dflash.checkpoint import is_training_checkpoint, read_checkpoint
+from services.dflash.drafter import Drafter
+from services.dflash.drafter_config import DrafterConfig
+from services.dflash.eval_result import EvalResult
+from services.dflash.export import export_drafter, load_weights, load_zlab
+from services.dflash.export_check import check_export
+from services.dflash.prompts import Prompt, load_prompts
+from services.dflash.sampling import Sampling
+from services.dflash.speculate import Generation, decode_plainly, speculate
+from services.dflash.target_model import Target, load_target, load_tokenizer
+
+# Of the larger logit: what another order of summation may change. bf16 keeps 8 bits.
+_TIE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+Progress = Callable[[int, int], None]
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
+    sampling: Sampling | None = None,
+    plain: bool = True,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Decodes `prompts` with the pair and, if `plain`, without the drafter too.
+
+    `stop_ids` None takes the target's. Raises `ModelError` if drafter and target do not fit.
+    """
+    check_fit(drafter.config, target)
+    drafter = drafter.to(target.device, target.dtype).eval()
+    stops = tuple(target.stop_ids if stop_ids is None else stop_ids)
+    drafted: list[Generation] = []
+    alone: list[Generation] = []
+    for done, prompt in enumerate(prompts):
+        drawn = None if sampling is None else replace(sampling, seed=sampling.seed + done)
+        drafted.append(
+            speculate(
+                target,
+                drafter,
+                prompt.ids,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stops,
+                block_size=block_size,
+                sampling=drawn,
+            )
+        )
+        if plain:
+            alone.append(
+                decode_plainly(
+                    target, prompt.ids, max_new_tokens=max_new_tokens, stop_ids=stops, sampling=drawn
+                )
+            )
+        if progress is not None:
+            progress(done + 1, len(prompts))
+    ties, differing = _compare(target, prompts, drafted, alone) if sampling is None else ([], [])
+    return EvalResult(
+        domains=tuple(prompt.domain for prompt in prompts),
+        drafted=tuple(drafted),
+        plain=tuple(alone),
+        ties=tuple(ties),
+        differing=tuple(differing),
+        block_size=block_size or drafter.config.block_size,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stops,
+        sampling=sampling,
+    )
+
+
+def run_eval(
+    checkpoint: Path,
+    config: Config | None = None,
+    *,
+    target: str = "",
+    prompts: Path | None = None,
+    max_new_tokens: int = 0,
+    limit: int = 0,
+    device: str = "cpu",
+    dtype: str = "",
+    block_size: int | None = None,
+    sampling: Sampling | None = None,
+    plain: bool = True,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """`draftmill eval`: a training checkpoint or z-lab folder with its target on held-out prompts.
+
+    What is left out is taken from `config` (`[model]`, `[eval]`). Raises `FatalError`s that name the option.
+    """
+    path = target or (config.model.path if config else "")
+    file = prompts or (Path(config.eval.prompts) if config and config.eval.prompts else None)
+    if not path or file is None:
+        missing = "the target's path (model.path)" if not path else "held-out prompts (eval.prompts)"
+        raise ConfigError(f"eval: needs {missing}; give it or a configuration that has it")
+    drafter = load_drafter(checkpoint)
+    limit = limit or (config.eval.limit if config else 0)
+    held_out = load_prompts(file, load_tokenizer(path), limit=limit)
+    loaded = load_target(
+        path,
+        dtype=dtype or (config.model.dtype if config else "float32"),
+        device=device,
+        attention=config.model.attention if config else "sdpa",
+    )
+    return evaluate(
+        loaded,
+        drafter,
+        held_out,
+        max_new_tokens=max_new_tokens or (config.eval.max_new_tokens if config else 128),
+        block_size=block_size,
+        sampling=sampling,
+        plain=plain,
+        progress=progress,
+    )
+
+
+def run_export(checkpoint: Path, out: Path, *, dtype: str = "bfloat16") -> dict[str, Any]:
+    """`draftmill export`: writes z-lab's layout and checks it; returns what `check_export` found.
+
+    Raises `CheckpointError`; an export that fails its check is left in place to be looked at.
+    """
+    drafter = load_drafter(checkpoint)
+    export_drafter(drafter, out, dtype=dtype)
+    return check_export(out, drafter, dtype=dtype)
+
+
+def load_drafter(checkpoint: Path) -> Drafter:
+    """Of a training checkpoint or z-lab's layout, float32 on the CPU. Raises `CheckpointError`."""
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: no such folder; name a training checkpoint or an export"
+        )
+    if not is_training_checkpoint(checkpoint):
+        return load_zlab(checkpoint)
+    saved = read_checkpoint(checkpoint, None)
+    drafter = Drafter(saved.drafter, seed=0)
+    load_weights(drafter, saved.weights, str(checkpoint))
+    return drafter
+
+
+def check_fit(config: DrafterConfig, target: Target) -> None:
+    """Raises `ModelError` unless the drafter was made for a target of this shape."""
+    pairs = {
+        "hidden_size": (config.hidden_size, target.config.hidden_size),
+        "layers": (config.num_target_layers, target.config.num_hidden_layers),
+        "embedding rows": (config.vocab_size, target.embed_weight_VH.shape[0]),
+    }
+    wrong = [f"{name} {mine}, not {theirs}" for name, (mine, theirs) in pairs.items() if mine != theirs]
+    if wrong:
+        raise ModelError(
+            f"drafter: made for a target with {'; '.join(wrong)}; evaluate it with its own target"
+        )
+
+
+def _compare(
+    target: Target, prompts: Sequence[Prompt], drafted: Sequence[Generation], plain: Sequence[Generation]
+) -> tuple[list[int], list[int]]:
+    """(prompts parting at a tie, prompts parting otherwise)."""
+    ties: list[int] = []
+    differing: list[int] = []
+    for index, (prompt, left, right) in enumerate(zip(prompts, drafted, plain, strict=False)):
+        if left.tokens == right.tokens:
+            continue
+        place = next(
+            (i for i, pair in enumerate(zip(left.tokens, right.tokens, strict=False)) if pair[0] != pair[1]),
+            None,
+        )
+        tied = place is not None and _tied(
+            target, prompt.ids + right.tokens[:place], left.tokens[place], right.tokens[place]
+        )
+        (ties if tied else differing).append(index)
+    return ties, differing
+
+
+@torch.inference_mode()
+def _tied(target: Target, prefix: Sequence[int], left: int, right: int) -> bool:
+    """Whether both tokens are the best after `prefix`, up to rounding."""
+    ids = torch.tensor([list(prefix)], device=target.device)
+    logits_V = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    best = float(logits_V.max())
+    worse = float(torch.minimum(logits_V[left], logits_V[right]))
+    return best - worse <= _TIE[target.dtype] * max(1.0, float(logits_V.abs().max()))

@@ -1,0 +1,76 @@
+"""Held-out prompts as token ids, in the target's own chat template.
+
+One JSON object a line with `prompt`, `messages` or `turns` (its first turn), and optionally `domain`
+or `category` to report by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from protocol.errors import DataError
+
+
+class Prompt(NamedTuple):
+    ids: tuple[int, ...]
+    domain: str
+
+
+def load_prompts(path: Path, tokenizer: Any, *, limit: int = 0, **template_options: Any) -> list[Prompt]:
+    """The first `limit` prompts of a JSONL file (0: all). Raises `DataError` naming the line.
+
+    `template_options` go to the chat template (`enable_thinking=False`, say).
+    """
+    if not path.is_file():
+        raise DataError(f"prompts {path}: no such file; name a JSONL file of prompts")
+    prompts: list[Prompt] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        if limit and len(prompts) == limit:
+            break
+        row = _parse(path, number, line)
+        ids = encode_chat(tokenizer, _messages(path, number, row), **template_options)
+        prompts.append(Prompt(ids, str(row.get("domain") or row.get("category") or "")))
+    if not prompts:
+        raise DataError(
+            f"prompts {path}: it holds none; one JSON object a line with `prompt`, `messages` or `turns`"
+        )
+    return prompts
+
+
+def encode_chat(
+    tokenizer: Any, messages: Sequence[dict[str, str]], **template_options: Any
+) -> tuple[int, ...]:
+    """Ids up to where the answer begins; without a chat template, the contents alone."""
+    if not getattr(tokenizer, "chat_template", None):
+        return tuple(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True, **template_options
+    )
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"prompts {path}, line {number}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"prompts {path}, line {number}: {type(row).__name__}, must be an object")
+    return row
+
+
+def _messages(path: Path, number: int, row: dict[str, Any]) -> list[dict[str, str]]:
+    if row.get("messages"):
+        messages: list[dict[str, str]] = row["messages"]
+        return messages[:-1] if messages[-1].get("role") == "assistant" else messages
+    text = row.get("prompt") or (row.get("turns") or [None])[0]
+    if not isinstance(text, str):
+        raise DataError(
+            f"prompts {path}, line {number}: keys {sorted(row)}; needs `prompt`, `messages` or `turns`"
+        )
+    return [{"role": "user", "content": text}]
