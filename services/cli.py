@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,7 @@ from protocol.errors import DraftmillError
 from services import logging as events
 from services.config.load import Loaded, load, refuse
 from services.config.sources import split_flags
-from services.lifecycle import exit_code, exit_on_thread_failure, new_incarnation
+from services.lifecycle import ExitCode, exit_code, exit_on_thread_failure, leave, new_incarnation
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -46,7 +47,10 @@ def main() -> None:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         console.print(f"{type(error).__name__}: {error}", markup=False)
         console.print(f"exit {code.value} ({code.name.lower().replace('_', ' ')})", style="dim")
-        raise SystemExit(code) from None
+        leave(code)
+    except Exception:  # noqa: BLE001 - the process ends here, at once: a role that fails frees its lock
+        traceback.print_exc()
+        leave(ExitCode.UNEXPECTED)
 
 
 @app.command()
@@ -65,6 +69,20 @@ def prepare(context: typer.Context, inputs: Inputs, config: ConfigFile = None) -
             lambda done: bar.update(task, completed=done.share, description=f"{done.written} samples"),
         )
     typer.echo(json.dumps(info, indent=1, ensure_ascii=False))
+
+
+@app.command()
+def inspect(
+    data: Annotated[Path, typer.Argument(help="a prepared dataset")],
+    row: Annotated[int | None, typer.Argument(help="a sample; none: statistics and warnings", min=0)] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="model to compare with; none: the one it was prepared for")
+    ] = None,
+) -> None:
+    """Show a prepared dataset, or one of its samples with the supervised tokens marked."""
+    from services.data.inspect import inspect as show
+
+    show(data, row, tokenizer, Console())
 
 
 @app.command()
@@ -90,7 +108,7 @@ def coordinator(context: typer.Context, config: ConfigFile = None) -> None:
     loaded = _role(context, config, "coordinator", None)
     from services.coordinator.server import main as serve
 
-    raise typer.Exit(serve(loaded.config))
+    leave(serve(loaded.config))
 
 
 @app.command()
@@ -99,7 +117,7 @@ def target(context: typer.Context, config: ConfigFile = None, index: Index = Non
     loaded = _role(context, config, "target", index)
     from services.target.server import main as serve
 
-    raise typer.Exit(serve(loaded.config, new_incarnation("target"), index))
+    leave(serve(loaded.config, new_incarnation("target"), index))
 
 
 @app.command()
@@ -108,7 +126,7 @@ def drafter(context: typer.Context, config: ConfigFile = None, index: Index = No
     loaded = _role(context, config, "drafter", index)
     from services.drafter.trainer import main as train
 
-    raise typer.Exit(train(loaded.config, new_incarnation("drafter"), index))
+    leave(train(loaded.config, new_incarnation("drafter"), index))
 
 
 @app.command()

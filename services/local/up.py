@@ -85,7 +85,7 @@ class Up:
 
     def conclude(self, console: Console, verdict: Verdict) -> None:
         """How it ended, in a few lines; on failure with the end of the culprit's log."""
-        status = self._final_status()
+        status = self._status or Status()
         restarts = sum(self._restarts().values())
         console.print(
             f"{verdict.code.name.lower().replace('_', ' ')}: {status.samples_committed} samples committed, "
@@ -100,12 +100,12 @@ class Up:
             for line in self._processes.last_lines(verdict.culprit, LAST_LINES):
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
-    def _final_status(self) -> Status:
+    def _final_status(self) -> Status | None:
         """The coordinator's own account of its end, else the last that it answered."""
         file = self._config.run.dir / RESULT
         if file.is_file() and file.stat().st_mtime >= self._started_unix_s:
             return Status.model_validate_json(file.read_bytes())
-        return self._status or Status()
+        return self._status
 
     # ---- the loop's parts ---------------------------------------------------------------------
 
@@ -153,6 +153,7 @@ class Up:
             self._turn("stopping: the step is finished and a checkpoint recorded; again to kill")
 
     def _let_roles_leave(self) -> None:
+        self._status = self._final_status()
         verdict = self._supervisor.verdict
         if verdict is not None and verdict.culprit is None:  # the coordinator has sent them away
             self._wait_for_all(LEAVE_S)
