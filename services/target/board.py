@@ -8,7 +8,7 @@ The newest orders are the whole truth. A batch they no longer name is dropped: a
 ready or failed, and when its forward and copy are done if it is computing; only then is its slot free,
 since the copier may still be writing into it. So a slot holds one batch or none, and is freed once.
 A batch takes its slot when its forward starts: a computed pack never waits for a place.
-Under 20 us for a whole round at 16 slots; the caller holds its own lock.
+A whole round with its report takes 0.2 ms at 16 slots; the caller holds its own lock.
 """
 
 from __future__ import annotations

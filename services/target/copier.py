@@ -79,7 +79,7 @@ class Slabs:
     """The free slabs. `take` blocks for one, or returns None once closed."""
 
     def __init__(self, slabs: list[Slab]) -> None:
-        self._free = slabs
+        self._free = list(slabs)
         self._change = threading.Condition()
         self._closed = False
 
@@ -186,7 +186,6 @@ class Copier:
         log.warning(
             "left out samples", extra={"batch": str(job.batch), "samples": samples, "why": NOT_FINITE}
         )
-        self._totals.add(skipped_total=len(bad))
         return rest, {name: x_TF.index_select(0, rows_T.to(x_TF.device)) for name, x_TF in sections.items()}
 
 

@@ -63,10 +63,8 @@ class Forward:
     """Runs batches of one target, in one thread, on one stream."""
 
     def __init__(self, config: Config, target: Target, layer_ids: tuple[int, ...]) -> None:
-        self._target = target
         self._cancel = threading.Event()
-        for layer in target.layers:
-            layer.register_forward_pre_hook(self._leave_if_cancelled)
+        self._hooks = [layer.register_forward_pre_hook(self._leave_if_cancelled) for layer in target.layers]
         self._stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self._capture = TapCapture(target, layer_ids, last_hidden=config.recipe.loss == "kl")
 
@@ -94,6 +92,12 @@ class Forward:
     def cancel(self) -> None:
         """Leave a running forward at its next layer; for good."""
         self._cancel.set()
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self._capture.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def _leave_if_cancelled(self, _layer: nn.Module, _inputs: object) -> None:
         if self._cancel.is_set():
@@ -133,16 +137,17 @@ def max_padded_tokens(config: Config) -> int:
 
 def warm_up(forward: Forward, slab: Slab, config: Config, longest: int, device: torch.device) -> None:
     """Run every bucket that the data reaches, so that compilation and the allocator's peak come before the
-    first lease: on a GPU with one document (a compilation of its own) and with as many as the plan allows, on
-    a CPU, which has no peak to find, with one.
+    first lease: with one document, on a GPU with as many as the plan allows, and compiled with two as well:
+    one is a compilation of its own, and so would be as many as the bucket is long.
 
     Raises:
         ModelError: a bucket does not fit into the GPU's memory.
     """
     budget = config.plan.token_budget
     for edge in config.plan.bucket_edges:
-        counts = sorted({1, rows_limit(edge, budget)}) if device.type == "cuda" else [1]
-        for documents in counts:
+        most = rows_limit(edge, budget)
+        counts = {1, min(2, most) if config.target.compile else 1, most if device.type == "cuda" else 1}
+        for documents in sorted(counts):
             _warm(forward, slab, made_up(documents, edge, budget), budget)
         if edge >= longest:
             break

@@ -28,7 +28,7 @@ from services.target.board import Board, Job, Outcome
 from services.target.copier import Blame, Copier, Launched, Slabs
 from services.target.forward import Cancelled, Slab
 from services.target.profile import Totals, Window
-from services.target.start import Started, device_of, hello, open_slots, start
+from services.target.start import Started, device_of, hello, open_slots, run_fingerprint, start
 from services.transport.writer import SlotWriter
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def join_run(config: Config, started: Started, incarnation: str, index: int | No
     writer = open_slots(config, started, folder, incarnation)
     link = Link(
         config.coordinator.endpoint or f"ipc://{folder / 'control'}",
-        hello(config, started, writer, incarnation, index),
+        hello(writer, incarnation, index, run_fingerprint(config, started)),
         heartbeat_s=config.coordinator.heartbeat_s,
         insecure=config.coordinator.insecure,
     )
@@ -198,6 +198,7 @@ class TargetServer:
             for slot in self.board.finish(attempt, outcome):
                 self.writer.invalidate(slot)
             self._change.notify_all()
+        self.totals.add(skipped_total=len(outcome.skipped))
         self.watchdog.beat()
         self.link.wake()
 

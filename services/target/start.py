@@ -63,7 +63,7 @@ def device_of(config: Config, index: int | None) -> torch.device:
 
 
 def start(config: Config, device: torch.device) -> Started:
-    """Open the data, load and check the model, warm its shapes.
+    """Open the data, load the model, `assemble` both.
 
     Raises:
         ModelError: model, taps or memory do not fit.
@@ -80,6 +80,16 @@ def start(config: Config, device: torch.device) -> Started:
     )
     tokenizer = load_tokenizer(config.model.path) if config.drafter.mask_token_id < 0 else None
     shape = derive(target.config, config.drafter, tokenizer, stop_ids=target.stop_ids)
+    return assemble(config, dataset, target, shape)
+
+
+def assemble(config: Config, dataset: Dataset, target: Target, shape: DrafterConfig) -> Started:
+    """Compile and check the model, make its buffers, warm its shapes.
+
+    Raises:
+        ModelError: the model's hidden states are wrong, or a shape does not fit into memory.
+    """
+    device = target.device
     if config.target.compile:
         compile_layers(target)
     if config.target.self_check:
@@ -116,17 +126,18 @@ def open_slots(config: Config, started: Started, folder: Path, incarnation: str)
     return writer
 
 
-def hello(
-    config: Config, started: Started, writer: SlotWriter, incarnation: str, index: int | None
-) -> TargetHello:
-    """What this target says of itself."""
+def run_fingerprint(config: Config, started: Started) -> str:
+    """Of this process's options, data and model, which have to be the run's."""
+    return fingerprint(config, started.dataset.fingerprint, model_fingerprint(Path(config.model.path)))
+
+
+def hello(writer: SlotWriter, incarnation: str, index: int | None, of_run: str) -> TargetHello:
+    """What this target says of itself; `of_run` is its `run_fingerprint`."""
     return TargetHello(
         incarnation=incarnation,
         seq=0,
         protocol=PROTOCOL_VERSION,
-        fingerprint=fingerprint(
-            config, started.dataset.fingerprint, model_fingerprint(Path(config.model.path))
-        ),
+        fingerprint=of_run,
         host=re.sub(r"[^A-Za-z0-9_.\-]", "_", socket.gethostname()) or "host",
         index=index,
         arena=writer.arena_name,

@@ -38,7 +38,7 @@ from services.link import Link
 from services.seeds import seed
 from services.target.batch import gather
 from services.target.server import TargetServer
-from services.target.start import Started, hello, open_slots, start
+from services.target.start import Started, hello, open_slots, run_fingerprint, start
 from services.transport.reader import SlotReader
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ class Running:
         writer = open_slots(config, started, self.folder, NAME)
         link = Link(
             f"ipc://{self.folder / 'control'}",
-            hello(config, started, writer, NAME, 0),
+            hello(writer, NAME, 0, run_fingerprint(config, started)),
             heartbeat_s=config.coordinator.heartbeat_s,
         )
         self.stop = threading.Event()
@@ -280,7 +280,7 @@ def test_a_sample_that_is_not_finite_is_left_out_and_the_rest_is_what_it_was(
         tensors = read(running, running.script.take_pack())
         report = running.script.until(is_state(0, "ready"))
     slot = line(report, 0)
-    assert slot is not None and slot.tokens == 12
+    assert slot is not None and slot.tokens == 12 and report.totals["skipped_total"] == 2
     assert {s.sample: s.reason for s in slot.skipped} == {
         8: "token id 64: the target's embedding has rows 0 to 63",
         3: "the target's hidden states are not finite",
