@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal
 
 from protocol.errors import DecodeError
 from protocol.messages import Descriptor, Section
 
 ALIGN_BYTES = 64
-ITEM_BYTES = {
+Dtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "uint8"]
+ITEM_BYTES: dict[Dtype, int] = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
@@ -62,8 +64,9 @@ def check_descriptor(descriptor: Descriptor, *, slots: int, slot_bytes: int) -> 
         raise _wrong(descriptor, f"payload of {descriptor.payload_bytes:,} bytes in slots of {slot_bytes:,}")
     _check_places(descriptor)
     _check_names(descriptor)
+    documents = sum(s.shape[0] for s in descriptor.sections if s.name == "sample_ids" and s.shape)
     for section in descriptor.sections:
-        _check_meaning(descriptor, section)
+        _check_meaning(descriptor, section, documents)
 
 
 def _check_places(descriptor: Descriptor) -> None:
@@ -91,16 +94,14 @@ def _check_names(descriptor: Descriptor) -> None:
         )
 
 
-def _check_meaning(descriptor: Descriptor, section: Section) -> None:
+def _check_meaning(descriptor: Descriptor, section: Section, documents: int) -> None:
     dtype = _INTEGERS.get(section.name)
     fits = section.dtype in _FLOATS if dtype is None else section.dtype == dtype
-    dimensions = 2 if dtype is None else 1
-    if not fits or len(section.shape) != dimensions:
+    if not fits or len(section.shape) != (2 if dtype is None else 1):
         raise _wrong(descriptor, f"section {section.name} is {section.dtype} {list(section.shape)}")
-    documents = next(s.shape for s in descriptor.sections if s.name == "sample_ids")[:1]
-    rows = {"document_offsets": sum(documents) + 1, "sample_ids": sum(documents)}.get(
-        section.name, descriptor.tokens
-    )
+    rows = descriptor.tokens
+    if section.name in {"sample_ids", "document_offsets"}:
+        rows = documents + (section.name == "document_offsets")
     if section.shape[0] != rows:
         raise _wrong(descriptor, f"section {section.name} has {section.shape[0]} rows, it must have {rows}")
 

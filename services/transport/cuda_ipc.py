@@ -56,18 +56,22 @@ class RingSlots:
         ready: torch.cuda.Event | None,
     ) -> None:
         """Copy in, and wait for it."""
+        assert ready is not None or not any(tensor.is_cuda for tensor in tensors.values()), (
+            "when are they ready?"
+        )
         start = self._ring + slot * self._stride
-        if ready is not None:
-            self._stream.wait_event(ready)
-        for section in sections:
-            source = tensors[section.name]
-            assert not source.is_cuda or ready is not None, f"{section.name} is on a GPU: when is it ready?"
-            assert source.is_contiguous(), f"{section.name} is not contiguous"
-            size = section_bytes(section)
-            if size:
-                self._driver.copy(start + section.offset, source.data_ptr(), size, self._stream.cuda_stream)
-        self._done.record(self._stream)
-        self._done.synchronize()
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            if ready is not None:
+                self._stream.wait_event(ready)
+            sources = [tensors[section.name].contiguous() for section in sections]
+            for section, source in zip(sections, sources, strict=True):
+                size = section_bytes(section)
+                if size:
+                    self._driver.copy(
+                        start + section.offset, source.data_ptr(), size, self._stream.cuda_stream
+                    )
+            self._done.record(self._stream)
+            self._done.synchronize()
 
     def checksum(self, slot: int, size: int) -> int:
         """Of the first `size` bytes of `slot`, read back, so that gaps between sections count as they are."""

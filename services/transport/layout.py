@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from protocol.descriptors import ALIGN_BYTES, ITEM_BYTES, align, section_bytes
+from protocol.descriptors import ALIGN_BYTES, ITEM_BYTES, Dtype, align, section_bytes
 from protocol.messages import Section
 from services.config.schema import Config
 
 
-def place(sections: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[Section, ...]:
+def place(sections: Iterable[tuple[str, Dtype, tuple[int, ...]]]) -> tuple[Section, ...]:
     """Sections (name, dtype, shape) one behind the other, each on a multiple of 64 bytes."""
     placed = []
     offset = 0
     for name, dtype, shape in sections:
-        section = Section.model_validate({"name": name, "dtype": dtype, "shape": shape, "offset": offset})
+        section = Section(name=name, dtype=dtype, shape=shape, offset=offset)
         placed.append(section)
         offset = align(offset + section_bytes(section))
     return tuple(placed)

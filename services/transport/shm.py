@@ -7,7 +7,6 @@ the training step is waited for and no core spins.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,23 +33,28 @@ class HostSlots:
         ready: torch.cuda.Event | None,
     ) -> None:
         """Copy in, and wait for it."""
-        payload_B = self._payloads[slot]
-        with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if self._stream is not None and ready is not None:
+        if self._stream is None or self._done is None:
+            self._copy(slot, sections, tensors)
+            return
+        assert ready is not None or not any(tensor.is_cuda for tensor in tensors.values()), (
+            "when are they ready?"
+        )
+        with torch.cuda.stream(self._stream):
+            if ready is not None:
                 self._stream.wait_event(ready)
-            for section in sections:
-                source = tensors[section.name]
-                assert not source.is_cuda or ready is not None, (
-                    f"{section.name} is on a GPU: when is it ready?"
-                )
-                view(payload_B, section).copy_(source, non_blocking=True)
-            if self._stream is not None and self._done is not None:
-                self._done.record(self._stream)
-                self._done.synchronize()
+            self._copy(slot, sections, tensors)
+            self._done.record(self._stream)
+            self._done.synchronize()
 
     def checksum(self, slot: int, size: int) -> int:
         """Of the first `size` bytes of `slot`."""
         return checksum(self._payloads[slot][:size])
+
+    @torch.no_grad()
+    def _copy(self, slot: int, sections: tuple[Section, ...], tensors: Mapping[str, Tensor]) -> None:
+        payload_B = self._payloads[slot]
+        for section in sections:
+            view(payload_B, section).copy_(tensors[section.name], non_blocking=True)
 
     def close(self) -> None:
         """Let go of the views, so the mapping can end."""

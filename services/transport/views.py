@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from protocol.descriptors import ITEM_BYTES, section_bytes
+from protocol.descriptors import ITEM_BYTES, Dtype, section_bytes
 from protocol.messages import Section
 from services.transport.layout import place
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+NAMES: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def sections_of(tensors: Mapping[str, Tensor]) -> tuple[Section, ...]:
