@@ -26,7 +26,7 @@ LEDGER = "ledger.sqlite"
 
 def is_running(run_dir: Path) -> bool:
     """Whether a coordinator lives on this run."""
-    return is_alive(run_dir / LOCK)
+    return run_dir.is_dir() and is_alive(run_dir / LOCK)
 
 
 def check_run_folder(loaded: Loaded, dataset: Dataset | None) -> list[Finding]:

@@ -1,0 +1,254 @@
+"""Everything that would stop a run is found before it starts, named with its option, and changes nothing."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from protocol.files import FileLock
+from services.check.check import check
+from services.config.fingerprint import identity, model_fingerprint
+from services.config.load import load
+from services.coordinator.ledger import Ledger
+from services.data.dataset import Dataset, Sample
+from services.data.writer import write_dataset
+
+ROWS = 64
+
+
+def write_model(folder: Path, vocabulary: int = ROWS - 4) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=ROWS, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder, vocabulary)
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    words = {f"w{number}": number for number in range(vocabulary)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="w0", bos_token="w1", eos_token="w2"
+    ).save_pretrained(folder)
+
+
+def write_data(folder: Path, lengths: list[int], supervised: bool = True, info: dict | None = None) -> None:
+    random = np.random.default_rng(0)
+    samples = [
+        Sample(random.integers(4, 60, length).astype(np.int32), np.full(length, supervised, np.uint8))
+        for length in lengths
+    ]
+    write_dataset(folder, samples, info or {})
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check") / "model"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, good_model):
+    """A folder in which everything is right; tests break one thing each."""
+    (tmp_path / "model").mkdir()
+    for file in good_model.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    write_data(tmp_path / "data", [12, 20, 30])
+    return tmp_path
+
+
+def looked(place: Path, **options: str) -> list[str]:
+    """Findings as text; the disk must be what it was."""
+    words = {
+        "run.dir": place / "run", "model.path": place / "model", "data.path": place / "data",
+        "arena.dir": place / "shm", "plan.token_budget": "96", "plan.bucket_edges": "16,32",
+        "drafter.taps": "2", "drafter.layers": "1", "coordinator.http_port": "0",
+    } | {name.replace("__", "."): value for name, value in options.items()}  # fmt: skip
+    loaded = load(None, [(f"--{name}", str(value)) for name, value in words.items()], {})
+    before = snapshot(place)
+    findings = [str(finding) for finding in check(loaded).findings]
+    assert snapshot(place) == before
+    return findings
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in folder.rglob("*")}
+
+
+def the_one(findings: list[str]) -> str:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def test_a_good_run_has_no_findings(place):
+    assert looked(place) == []
+
+
+def delete(name: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).unlink()
+
+
+def only_pickles(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def truncate(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def garble(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def lose_a_shard(model: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def grow_the_tokenizer(model: Path) -> None:
+    write_tokenizer(model, ROWS + 5)
+
+
+@pytest.mark.parametrize(
+    ("harm", "rule"),
+    [
+        (delete("config.json"), "has no config.json"),
+        (delete("model.safetensors"), "has no *.safetensors"),
+        (only_pickles, "pickled weights only (pytorch_model.bin)"),
+        (truncate, "its header says"),
+        (garble, "is no safetensors file"),
+        (lose_a_shard, "1 of 2 weight files are missing (model-2.safetensors"),
+        (grow_the_tokenizer, "has id 68, the embedding 64 rows"),
+    ],
+)
+def test_a_model_that_is_not_whole(place, harm, rule):
+    harm(place / "model")
+    found = the_one(looked(place))
+    assert found.startswith(f"model.path = {place / 'model'} (--model.path): ")
+    assert rule in found
+
+
+def test_a_missing_model_and_missing_data_are_found_together(place):
+    findings = looked(place, model__path="nowhere", data__path="neither")
+    assert len(findings) == 2
+    assert findings[0].startswith("model.path = nowhere (--model.path): is no folder")
+    assert findings[1].startswith("data.path = neither (--data.path)")
+
+
+def test_taps_that_the_target_does_not_have(place):
+    assert "5" in the_one(looked(place, drafter__target_layer_ids="1,5"))
+
+
+def test_a_model_without_tokenizer_will_do_if_the_mask_token_is_named(place):
+    for file in (place / "model").glob("tokenizer*"):
+        file.unlink()
+    assert looked(place, drafter__mask_token_id="60") == []
+    assert "model.path" in the_one(looked(place))
+
+
+def test_samples_without_supervision(tmp_path, place):
+    write_data(place / "mute", [8], supervised=False)
+    assert "sample 0 has an all-zero loss mask" in the_one(looked(place, data__path=place / "mute"))
+
+
+def test_samples_longer_than_the_plan_allows(place):
+    write_data(place / "long", [12, 40])
+    found = the_one(looked(place, data__path=place / "long"))
+    assert "plan.bucket_edges = 16,32 (--plan.bucket_edges)" in found
+    assert "sample 1 has 40 tokens" in found
+
+
+def test_data_prepared_for_another_model_or_tokenizer(place):
+    write_data(place / "other", [12], info={"embedding_rows": 99, "tokenizer_sha256": "0" * 64})
+    findings = looked(place, data__path=place / "other")
+    assert "was prepared for 99 embedding rows, the model has 64" in findings[0]
+    assert "another tokenizer" in findings[1]
+
+
+def test_arenas_larger_than_memory_name_their_numbers(place):
+    findings = looked(place, plan__token_budget="100000000000")
+    assert any(found.startswith("arena.dir") and "2 x 1 targets x 8 slots" in found for found in findings), (
+        findings
+    )
+
+
+def test_a_cap_smaller_than_a_step(place):
+    found = the_one(looked(place, coordinator__in_flight_cap_bytes="1000"))
+    assert "7 full packs must fit into it" in found
+
+
+def test_a_port_that_is_taken(place):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        found = the_one(looked(place, coordinator__http_port=str(other.getsockname()[1])))
+    assert "cannot listen there (Address already in use)" in found
+
+
+def test_a_folder_whose_sockets_would_have_too_long_names(place):
+    assert "the kernel takes 107; shorten it" in the_one(looked(place, arena__dir=place / ("x" * 80)))
+
+
+def test_a_run_folder_that_is_a_file(place):
+    (place / "run").write_text("")
+    assert "is a file; choose a folder" in the_one(looked(place))
+
+
+@pytest.mark.parametrize("option", ["eval__prompts", "drafter__init_from"])
+def test_other_files_that_are_not_there(place, option):
+    found = the_one(looked(place, **{option: "nowhere"}))
+    assert found.startswith(f"{option.replace('__', '.')} = nowhere")
+
+
+def write_ledger(place: Path, **options: str) -> Path:
+    """The ledger of a run with the good options but for `options`."""
+    words = [("--model.path", str(place / "model")), ("--data.path", str(place / "data"))]
+    words += [("--plan.token-budget", "96"), ("--plan.bucket-edges", "16,32"), ("--drafter.taps", "2")]
+    words += [
+        ("--drafter.layers", "1"),
+        *((f"--{name.replace('__', '.')}", value) for name, value in options.items()),
+    ]
+    (place / "run").mkdir()
+    tree = identity(
+        load(None, words, {}).config,
+        Dataset.open(place / "data").fingerprint,
+        model_fingerprint(place / "model"),
+    )
+    ledger = Ledger(place / "run" / "ledger.sqlite", tree)
+    ledger.new_coordinator_epoch()
+    ledger.close()
+    return place / "run" / "ledger.sqlite"
+
+
+def test_the_ledger_of_the_same_run_is_welcome_with_other_depth_transport_profile_and_counts(place):
+    write_ledger(place, target__postprocess_depth="3")
+    assert (
+        looked(place, arena__kind="shm", profile__interval_s="1", target__count="2", drafter__count="2") == []
+    )
+
+
+def test_a_changed_training_option_is_named_with_both_values(place):
+    write_ledger(place, recipe__lr="0.001")
+    assert "recipe.lr: 0.001 in the run, 0.0006 now" in the_one(looked(place))
+
+
+def test_a_truncated_ledger(place):
+    ledger = write_ledger(place)
+    ledger.write_bytes(ledger.read_bytes()[:5000])
+    found = the_one(looked(place))
+    assert found.startswith(f"run.dir = {place / 'run'}")
+    assert "restore it from a backup" in found
+
+
+def test_a_second_coordinator_on_the_same_run(place):
+    (place / "run").mkdir()
+    with FileLock(place / "run" / "coordinator.lock"):
+        assert "another coordinator runs it (starting)" in the_one(looked(place))
