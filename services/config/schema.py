@@ -69,6 +69,12 @@ class Data(Options):
     )
     chat_template: str = option("", description="template file for `prepare`; empty: the tokenizer's own")
     workers: Annotated[int, Field(ge=0)] = option(0, description="processes of `prepare` beside its own")
+    validation_ratio: Ratio = option(
+        0.0, description="share of prompts that `prepare` holds out from training"
+    )
+    weights: tuple[Annotated[float, Field(ge=0.0)], ...] = option(
+        (), description="how often samples of each input count, in `prepare`; empty: once"
+    )
 
 
 class Plan(Options):

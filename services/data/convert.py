@@ -7,6 +7,7 @@ and two supervised tokens in a row, which is what an anchor needs.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -35,12 +36,14 @@ class Recipe(NamedTuple):
     embedding_rows: int
     max_length: int
     truncate: bool
+    validation_ratio: float
 
 
 class Accepted(NamedTuple):
     line: int
     sample: Sample
     templated: bool  # a chat, not a tokenized row
+    held_out: bool  # belongs to the validation set
     notes: tuple[str, ...]
 
 
@@ -97,7 +100,8 @@ class Converter:
                     return Passed(row.line, notes)
             parsed = parse(payload)
             sample, more = self.encode(parsed)
-            return Accepted(row.line, sample, isinstance(parsed, Conversation), notes + more)
+            held_out = is_held_out(sample, self.recipe.validation_ratio)
+            return Accepted(row.line, sample, isinstance(parsed, Conversation), held_out, notes + more)
         except BadSample as error:
             return Rejected(row.line, error.kind, str(error))
 
@@ -145,6 +149,18 @@ def _die_after(parent: Any) -> None:
 
 
 _converter: Converter
+
+
+def is_held_out(sample: Sample, ratio: float) -> bool:
+    """A `ratio` of all prompts, whatever their answers, order and neighbours: no prompt is on both sides."""
+    prompt = sample.input_ids[: int(np.argmax(sample.loss_mask))]
+    return ratio > 0 and drawn_below(ratio, "validation", prompt)
+
+
+def drawn_below(ratio: float, purpose: str, ids: np.ndarray) -> bool:
+    """True for a `ratio` of all token rows, always the same ones."""
+    digest = hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=8, person=purpose.encode()[:16])
+    return int.from_bytes(digest.digest(), "big") < ratio * 2**64
 
 
 def check_sample(ids: np.ndarray, mask: np.ndarray, embedding_rows: int) -> None:

@@ -5,6 +5,7 @@ A folder in the layout of `datasets` (so `datasets.load_from_disk` opens it as w
     data-00000.arrow ...   input_ids list<int32>, loss_mask list<uint8>, supervised int32,
                            source_file int32, source_line int64
     draftmill.json         {format, rows, fingerprint, shards: [{file, rows, bytes}], info}
+    validation/            held-out samples in the same layout, there if any were held out
 
 Opening a million samples takes 0.1 s and reads only the lengths; a sample costs 3 us and no copy:
 its arrays are views of the mapped file, so they are read-only and must be copied to be changed.
@@ -24,6 +25,8 @@ from protocol.errors import DataError
 
 FORMAT = 1
 MANIFEST = "draftmill.json"
+VALIDATION = "validation"
+"""The folder inside a dataset that holds its held-out samples, a dataset too."""
 
 
 class Sample(NamedTuple):

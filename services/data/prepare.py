@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.errors import DataError, ModelError
+from protocol.errors import ConfigError, DataError, ModelError
 from services.config.schema import Data
 from services.data.convert import (
     TOO_LONG,
@@ -29,13 +29,15 @@ from services.data.convert import (
     Recipe,
     Rejected,
     convert_chunk,
+    drawn_below,
     read_template,
     start_worker,
-)  # fmt: skip
+)
 from services.data.dataset import Source
+from services.data.shards import Row
 from services.data.sources import LINES, RawRow, check_source, read_rows, source_size
 from services.data.statistics import describe
-from services.data.writer import DatasetWriter, Row
+from services.data.writer import DatasetWriter
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 4 * 2**20
@@ -76,12 +78,14 @@ def prepare(
     """
     if not inputs:
         raise DataError("no input to prepare; name at least one file or folder")
+    if options.weights and len(options.weights) != len(inputs):
+        raise ConfigError(f"data.weights = {options.weights}: must be one for each of {len(inputs)} inputs")
     for path in inputs:
         check_source(path)
     recipe = Recipe(
         tokenizer=model, template=read_template(options.chat_template), thinking=options.thinking,
         embedding_rows=embedding_rows(model), max_length=options.max_length,
-        truncate=options.on_too_long == "truncate",
+        truncate=options.on_too_long == "truncate", validation_ratio=options.validation_ratio,
     )  # fmt: skip
     converter = Converter(recipe)
     with DatasetWriter(output, key=_resume_key(inputs, recipe, options)) as writer:
@@ -104,7 +108,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.file, self.line, self.position = 0, 0, 0
-        self.written, self.templated = 0, 0
+        self.written, self.held_out, self.templated = 0, 0, 0
         self.skipped: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
 
@@ -113,7 +117,8 @@ class Counts:
         counts = cls()
         if stored is not None:
             counts.file, counts.line, counts.position = stored["file"], stored["line"], stored["position"]
-            counts.written, counts.templated = stored["written"], stored["templated"]
+            for name in ("written", "held_out", "templated"):
+                setattr(counts, name, stored[name])
             counts.skipped.update(stored["skipped"])
             counts.notes.update(stored["notes"])
         return counts
@@ -126,18 +131,32 @@ def _keep(
     writer: DatasetWriter, counts: Counts, chunk: Chunk, outcomes: list[Outcome], path: Path, options: Data
 ) -> None:
     """Write what was accepted; skip what was rejected, or refuse all by its name."""
-    rows = []
+    rows, held_out = [], []
     for outcome in outcomes:
         if isinstance(outcome, Rejected):
             _refuse_or_skip(writer, counts, outcome, path, options)
             continue
         counts.notes.update(outcome.notes)
         if isinstance(outcome, Accepted):
-            rows.append(Row(outcome.sample, Source(chunk.file, outcome.line)))
             counts.templated += outcome.templated
+            row = Row(outcome.sample, Source(chunk.file, outcome.line))
+            if outcome.held_out:
+                held_out.append(row)
+            else:
+                rows += [row] * _copies(row, options.weights[chunk.file] if options.weights else 1.0, counts)
     writer.add(rows)
+    writer.hold_out(held_out)
     counts.written += len(rows)
+    counts.held_out += len(held_out)
     counts.file, counts.line, counts.position = chunk.file, chunk.line, chunk.position
+
+
+def _copies(row: Row, weight: float, counts: Counts) -> int:
+    """`weight` times on average: its whole part always, the rest for a share of the samples."""
+    copies = int(weight) + drawn_below(weight % 1.0, "weight", row.sample.input_ids)
+    if copies != 1:
+        counts.notes["left out by its weight" if copies == 0 else "repeated by its weight"] += 1
+    return copies
 
 
 def _refuse_or_skip(writer: DatasetWriter, counts: Counts, bad: Rejected, path: Path, options: Data) -> None:
@@ -212,7 +231,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def _resume_key(inputs: Sequence[Path], recipe: Recipe, options: Data) -> str:
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in inputs]
-    parts = [files, recipe, options.on_bad_line, options.on_too_long, CHUNK_ROWS, SHARD_ROWS]
+    parts = [files, recipe, options.on_bad_line, options.on_too_long, options.weights, CHUNK_ROWS, SHARD_ROWS]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -228,6 +247,8 @@ def _info(inputs: Sequence[Path], converter: Converter, options: Data, counts: C
         "max_length": options.max_length,
         "on_bad_line": options.on_bad_line,
         "on_too_long": options.on_too_long,
+        "weights": list(options.weights),
+        "validation_rows": counts.held_out,
         "skipped": dict(sorted(counts.skipped.items())),
         "notes": dict(sorted(counts.notes.items())),
     }

@@ -1,15 +1,17 @@
 """A dataset is what was written, readable by `datasets` too, and refused when anything is missing."""
 
 import json
+import os
 
 import datasets
 import numpy as np
 import pytest
 
 from protocol.errors import AlreadyRunning, DataError
-from services.data import writer as writing
+from services.data import shards
 from services.data.dataset import Dataset, Sample, Source
-from services.data.writer import DatasetWriter, Row, write_dataset
+from services.data.shards import Row
+from services.data.writer import DatasetWriter, write_dataset
 
 
 def samples(count, first=0):
@@ -51,7 +53,7 @@ def test_the_datasets_library_opens_it(tmp_path):
 
 def test_the_fingerprint_is_of_the_content_and_not_of_its_shards(tmp_path, monkeypatch):
     one = write_dataset(tmp_path / "one", samples(50), {"a": 1})
-    monkeypatch.setattr(writing, "BATCH_ROWS", 7)
+    monkeypatch.setattr(shards, "BATCH_ROWS", 7)
     with DatasetWriter(tmp_path / "two", key="k") as writer:
         for first in range(0, 50, 10):
             writer.add(rows(10, first))
@@ -79,8 +81,8 @@ def abandon(path, key):
         writer.add(rows(10, first))
         writer.commit({"line": first + 10}, at_least_rows=10)
     writer.add(rows(2000, 20))
-    writer._file.close()
-    writing.os.close(writer._lock)
+    writer._rows.abandon()
+    os.close(writer._lock)
 
 
 def test_a_killed_writer_is_resumed_after_its_last_shard(tmp_path):

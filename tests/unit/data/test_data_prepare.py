@@ -15,7 +15,7 @@ import pytest
 from tiny_tokenizers import make_tokenizer, template_text
 from transformers import LlamaConfig
 
-from protocol.errors import AlreadyRunning, DataError, ModelError
+from protocol.errors import AlreadyRunning, ConfigError, DataError, ModelError
 from services.config.schema import Data
 from services.data import prepare as preparing
 from services.data import sources
@@ -278,7 +278,8 @@ def kill(progress):
     seen.append(progress)
     if len(seen) == chunks:
         os.kill(os.getpid(), signal.SIGKILL)
-preparing.prepare(inputs, output, model, Data(path=output, on_bad_line="skip"), on_progress=kill)
+options = Data(path=output, on_bad_line="skip", validation_ratio=0.1)
+preparing.prepare(inputs, output, model, options, on_progress=kill)
 """
 
 
@@ -294,19 +295,54 @@ def test_killed_and_resumed_no_row_is_lost_or_doubled(tmp_path, model, monkeypat
         )
         assert not (tmp_path / "out").exists()
     seen = []
-    options = Data(path=tmp_path / "out", on_bad_line="skip")
+    options = Data(path=tmp_path / "out", on_bad_line="skip", validation_ratio=0.1)
     info = prepare([path], tmp_path / "out", model, options, on_progress=seen.append)
     dataset = Dataset.open(tmp_path / "out")
     assert seen[0].share > 0.5
     good = [at + 1 for at, row in enumerate(rows) if "bad" not in row]
-    assert [dataset.source(row).line for row in range(len(dataset))] == good
+    held_out = Dataset.open(tmp_path / "out" / "validation")
+    written = [[part.source(row).line for row in range(len(part))] for part in (dataset, held_out)]
+    assert written == [sorted(written[0]), sorted(written[1])]
+    assert sorted(written[0] + written[1]) == good
     assert info["skipped"] == {"shape": 15}
     noted = [
         json.loads(line)["line"] for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()
     ]
     assert noted == [at + 1 for at, row in enumerate(rows) if "bad" in row]
     (tmp_path / "whole").mkdir()
-    assert run(tmp_path / "whole", model, path, on_bad_line="skip")[1].fingerprint == dataset.fingerprint
+    _, whole = run(tmp_path / "whole", model, path, on_bad_line="skip", validation_ratio=0.1)
+    assert whole.fingerprint == dataset.fingerprint
+    assert Dataset.open(tmp_path / "whole" / "out" / "validation").fingerprint == held_out.fingerprint
+
+
+def test_a_share_of_the_prompts_is_held_out_whatever_their_answers(tmp_path, model):
+    rows = [chat(at, answer) for at in range(200) for answer in ("It jumps.", "It does not.")]
+    info, dataset = run(tmp_path, model, write_lines(tmp_path / "in.jsonl", rows), validation_ratio=0.2)
+    held_out = Dataset.open(tmp_path / "out" / "validation")
+    assert len(dataset) + len(held_out) == 400
+    assert 40 < len(held_out) == info["validation_rows"] < 120
+    lines = {(held_out.source(row).line - 1) // 2 for row in range(len(held_out))}
+    assert len(lines) * 2 == len(held_out)
+    assert lines.isdisjoint((dataset.source(row).line - 1) // 2 for row in range(len(dataset)))
+    (tmp_path / "fewer").mkdir()
+    some = write_lines(tmp_path / "some.jsonl", rows[100:300])
+    run(tmp_path / "fewer", model, some, validation_ratio=0.2)
+    again = Dataset.open(tmp_path / "fewer" / "out" / "validation")
+    assert {(again.source(row).line - 1) // 2 + 50 for row in range(len(again))} == lines & set(
+        range(50, 150)
+    )
+
+
+def test_weights_repeat_and_thin_out_inputs(tmp_path, model):
+    paths = [write_lines(tmp_path / f"{name}.jsonl", [chat(at) for at in range(200)]) for name in "abc"]
+    info, dataset = run(tmp_path, model, paths, weights=(2.0, 0.25, 1.5))
+    files = [dataset.source(row).file for row in range(len(dataset))]
+    assert files.count(0) == 400
+    assert 20 < files.count(1) < 80
+    assert 250 < files.count(2) < 350
+    assert info["notes"]["left out by its weight"] == 200 - files.count(1)
+    with pytest.raises(ConfigError, match=r"data\.weights"):
+        prepare(paths, tmp_path / "more", model, Data(path=tmp_path / "more", weights=(1.0,)))
 
 
 def test_two_at_once_are_refused(tmp_path, model):
