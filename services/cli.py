@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from protocol.errors import DraftmillError
+from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
 from services.config.load import Loaded, load, refuse
 from services.config.sources import split_flags
@@ -30,6 +30,8 @@ from services.lifecycle import ExitCode, exit_code, exit_on_thread_failure, leav
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of options", show_default=False)]
+_WITHOUT_OPTIONS = {"export", "inspect", "keys"}
+
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
 Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: any vacant one")]
 RunFolder = Annotated[
@@ -51,6 +53,16 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - the process ends here, at once: a role that fails frees its lock
         traceback.print_exc()
         leave(ExitCode.UNEXPECTED)
+
+
+@app.callback()
+def common(context: typer.Context) -> None:
+    """Train DFlash drafters with processes that may each crash and come back alone."""
+    if context.invoked_subcommand in _WITHOUT_OPTIONS and context.obj:
+        flag, value = context.obj[0]
+        raise ConfigError(
+            f"{flag} {value}: `draftmill {context.invoked_subcommand}` takes no options of the schema"
+        )
 
 
 @app.command()
@@ -176,6 +188,47 @@ def check(
     refuse(report.findings)
 
 
+@app.command(name="eval")
+def evaluate(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(help="training checkpoint, or a drafter in z-lab's layout")],
+    config: ConfigFile = None,
+    device: Annotated[str, typer.Option(help="e.g. cpu, cuda:0; empty: the first GPU, else the CPU")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table")] = False,
+) -> None:
+    """Speculative decoding with the target on the held-out prompts of eval.prompts."""
+    options = load(config, context.obj, needs=["model.path"]).config
+    import torch
+
+    from services.dflash.evaluate import run_eval
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=None)
+        found = run_eval(
+            checkpoint,
+            options,
+            device=device,
+            progress=lambda done, of: bar.update(task, completed=done, total=of),
+        )
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        Console().print(found.table())
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="training checkpoint")],
+    out: Annotated[Path, typer.Argument(help="new folder for the drafter in z-lab's layout")],
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+) -> None:
+    """Write a drafter that vLLM, SGLang and z-lab's package load, and check it."""
+    from services.dflash.evaluate import run_export
+
+    typer.echo(json.dumps(run_export(checkpoint, out, dtype=dtype), indent=1))
+
+
 @app.command(name="config")
 def show_config(
     context: typer.Context,
@@ -189,7 +242,10 @@ def show_config(
         typer.echo(options_markdown(), nl=False)
         return
     _print_pairs(
-        [(path, f"{value}  ({origin})") for path, value, origin in current_values(load(config, context.obj))]
+        [
+            (path, f"{value}  ({origin})")
+            for path, value, origin in current_values(load(config, context.obj, needs=[]))
+        ]
     )
 
 
@@ -199,7 +255,7 @@ def plan(context: typer.Context, config: ConfigFile = None) -> None:
     from services.data.dataset import Dataset
     from services.local.reports import live_advice, plan_report
 
-    options = load(config, context.obj).config
+    options = load(config, context.obj, needs=["data.path"]).config
     facts = plan_report(options, Dataset.open(options.data.path))
     _print_pairs([*facts, ("advice", live_advice(options.run.dir))])
 
@@ -221,7 +277,7 @@ def _role(context: typer.Context, config: Path | None, role: str, index: int | N
 
 
 def _run_dir(context: typer.Context, run: Path | None, config: Path | None) -> Path:
-    return run or load(config, context.obj).config.run.dir
+    return run or load(config, context.obj, needs=[]).config.run.dir
 
 
 def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:

@@ -20,6 +20,8 @@ from services.config.rules import broken_rules
 from services.config.schema import Config
 from services.config.sources import Finding, Given, Source, from_file, from_flags, from_variables, show
 
+REQUIRED = tuple(option.path for option in OPTIONS if option.field.is_required())
+
 
 class Loaded(NamedTuple):
     """The options, and for each path that was given, where."""
@@ -39,17 +41,20 @@ def load(
     file: Path | None = None,
     flags: Sequence[tuple[str, str]] = (),
     environ: Mapping[str, str] | None = None,
+    needs: Sequence[str] = REQUIRED,
 ) -> Loaded:
     """Read all sources. `environ` None: this process's environment.
 
+    `needs` are the required options that the caller uses; the others are empty if nobody gave them.
     Raises ConfigError naming option, value, origin and rule of everything that is wrong, at once.
     """
     variables = from_variables(os.environ if environ is None else environ)
     sources = [from_flags(flags), variables, from_file(file) if file else Source()]
     findings = [finding for source in sources for finding in source.findings]
     given = {path: value for source in reversed(sources) for path, value in source.given.items()}
+    unused = {path: Given("", "not used") for path in REQUIRED if path not in needs}
     try:
-        config = _assemble([source.given for source in sources])
+        config = _assemble([*(source.given for source in sources), unused])
     except ValidationError as error:
         refuse(findings + _readable(error, given))
         raise  # every validation error is a finding, so this is not reached

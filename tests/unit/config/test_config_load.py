@@ -132,6 +132,13 @@ def test_rules_between_options_name_values_and_origins():
     assert "raise it to 7" in message
 
 
+def test_a_command_is_not_asked_for_what_it_does_not_use():
+    config, _ = load(environ={}, needs=[])
+    assert config.model.path == ""
+    assert load(environ=NEEDED, needs=[]).config.model.path == "models/m"
+    assert "model.path: must be given" in refused(environ={}, needs=["model.path"])
+
+
 def test_split_flags_takes_only_options_of_the_schema():
     words = [
         "up",
