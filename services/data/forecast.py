@@ -1,0 +1,193 @@
+"""`draftmill plan`: what a run will cost, from the configurations and the lengths alone. No GPU, no weights.
+
+Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory
+is an estimate of the large terms (weights, optimizer state, slots, saved activations), good to a third:
+for an 8B target's drafter, 4,096 tokens and 512 blocks of 16, bfloat16 weights and gradients and no
+optimizer, its terms come to 12 GiB, where three implementations measured 10.5 to 16.2. Hours need two
+rates that a short run reports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from protocol.errors import ModelError
+from services.config.schema import Config
+from services.data.dataset import Dataset
+from services.data.plan import Schedule, rows_limit
+from services.dflash.drafter_config import DrafterConfig
+from services.transport.layout import bytes_per_token, slot_bytes
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MASTER_BYTES = 16  # float32: weight, gradient, and AdamW's two moments
+
+
+class TargetShape(NamedTuple):
+    """What memory depends on, of the target's text tower."""
+
+    parameters: int
+    hidden: int
+    mlp: int  # widest activation of an MLP, of all experts that a token visits
+    attention: int  # queries, keys and values of a token
+    embedding_rows: int
+    tied: bool
+
+
+class Rates(NamedTuple):
+    """Measured on this machine: real tokens a second of one target and of one drafter that never wait."""
+
+    target_tokens_per_s: float
+    drafter_tokens_per_s: float
+
+
+class Counts(NamedTuple):
+    """Of the first epoch, whose plan is like all others', and of all steps."""
+
+    samples: int
+    tokens: int
+    supervised: int
+    packs: int
+    tokens_per_pack: tuple[int, int, int]  # 5th percentile, mean, 95th percentile
+    padding_share: float  # of the target's forward
+    largest_forward: int  # positions, padding included
+    steps: int
+    steps_per_epoch: int
+
+
+class Memory(NamedTuple):
+    """Bytes of one process, by what takes them."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Forecast(NamedTuple):
+    counts: Counts
+    bytes_per_token: int
+    slot_bytes: int
+    target: Memory
+    drafter: Memory
+    drafter_parameters: int
+    arena_bytes: int  # of all targets of this host, each with a dead predecessor
+    hours: float | None  # None: no rates given
+    targets_per_drafter: float | None
+
+
+def forecast(
+    config: Config, dataset: Dataset, target: TargetShape, drafter: DrafterConfig, rates: Rates | None
+) -> Forecast:
+    """Pure. Raises DataError if a sample fits no batch of the plan."""
+    counts = count(config, dataset)
+    token_bytes = bytes_per_token(config, hidden=drafter.hidden_size, taps=drafter.taps)
+    documents = max(rows_limit(edge, config.plan.token_budget) for edge in config.plan.bucket_edges)
+    slot = slot_bytes(config, hidden=drafter.hidden_size, taps=drafter.taps, max_documents=documents)
+    return Forecast(
+        counts, token_bytes, slot,
+        target_memory(config, target, counts.largest_forward, slot),
+        drafter_memory(config, target, drafter, slot),
+        drafter.parameter_count,
+        2 * config.target.count * config.target.slots * slot,
+        None if rates is None else _hours(config, counts, rates),
+        None if rates is None else rates.drafter_tokens_per_s / rates.target_tokens_per_s,
+    )  # fmt: skip
+
+
+def count(config: Config, dataset: Dataset) -> Counts:
+    """From the plan itself. All epochs are planned once, for their steps."""
+    schedule, edges = Schedule(config, dataset), np.asarray(config.plan.bucket_edges)
+    batches = schedule.epoch(0).batches
+    real = np.array([int(dataset.lengths[list(batch)].sum()) for batch in batches])
+    longest = np.array([int(dataset.lengths[list(batch)].max()) for batch in batches])
+    padded = edges[np.searchsorted(edges, longest)] * np.array([len(batch) for batch in batches])
+    low, high = np.percentile(real, [5, 95]).astype(int).tolist()
+    return Counts(
+        samples=len(dataset), tokens=int(real.sum()), supervised=int(dataset.supervised.sum(dtype=np.int64)),
+        packs=len(batches), tokens_per_pack=(low, round(float(real.mean())), high),
+        padding_share=float(1 - real.sum() / padded.sum()), largest_forward=int(padded.max()),
+        steps=schedule.total_steps, steps_per_epoch=schedule.steps_in_epoch(0),
+    )  # fmt: skip
+
+
+def target_memory(config: Config, target: TargetShape, positions: int, slot: int) -> Memory:
+    """A forward without gradients keeps one layer's activations at a time, and the packs being copied out."""
+    item = ITEM_BYTES[config.model.dtype]
+    widest = 3 * target.hidden + max(3 * target.mlp, 2 * target.attention)
+    return Memory({
+        "weights": target.parameters * item,
+        "activations": positions * widest * item,
+        "pack buffers": (config.target.postprocess_depth + 1) * slot,
+    })  # fmt: skip
+
+
+def drafter_memory(config: Config, target: TargetShape, drafter: DrafterConfig, slot: int) -> Memory:
+    """Saved activations of all layers for the blocks of one anchor draw; context only has keys and values."""
+    item, frozen = ITEM_BYTES[config.drafter.dtype], ITEM_BYTES[config.model.dtype]
+    query, key = (
+        drafter.num_attention_heads * drafter.head_dim,
+        drafter.num_key_value_heads * drafter.head_dim,
+    )
+    block_tokens = config.recipe.anchors_per_pack * drafter.block_size
+    per_token = 6 * drafter.hidden_size + 3 * drafter.intermediate_size + 2 * query + 2 * key
+    context = config.plan.token_budget * (2 * drafter.hidden_size + drafter.num_hidden_layers * 2 * key)
+    return Memory({
+        "masters and optimizer": drafter.parameter_count * MASTER_BYTES,
+        "compute copy": drafter.parameter_count * item if item < 4 else 0,
+        "embedding and head": target.embedding_rows * target.hidden * frozen * (1 if target.tied else 2),
+        "packs": (1 + config.drafter.prefetch_packs) * slot,
+        "activations": (drafter.num_hidden_layers * block_tokens * per_token + context) * item,
+    })  # fmt: skip
+
+
+def _hours(config: Config, counts: Counts, rates: Rates) -> float:
+    slower = min(
+        config.target.count * rates.target_tokens_per_s, config.drafter.count * rates.drafter_tokens_per_s
+    )
+    return config.run.epochs * counts.tokens / slower / 3600
+
+
+def read_target(path: str) -> TargetShape:
+    """From the configuration alone, by building the model without memory. Raises ModelError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path = {path}: no causal language model to plan for: {error}") from None
+    text = config.get_text_config(decoder=True)
+    return TargetShape(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        hidden=text.hidden_size, mlp=_mlp_width(text), attention=_attention_width(text),
+        embedding_rows=text.vocab_size, tied=bool(getattr(text, "tie_word_embeddings", False)),
+    )  # fmt: skip
+
+
+def _mlp_width(text: Any) -> int:
+    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    expert = getattr(text, "moe_intermediate_size", None)
+    visited = getattr(text, "num_experts_per_tok", None) or 0
+    return max(int(dense), int(expert) * int(visited)) if expert else int(dense) * max(1, int(visited))
+
+
+def _attention_width(text: Any) -> int:
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return size * (heads + 2 * (getattr(text, "num_key_value_heads", None) or heads))
+
+
+def plan_of_run(config: Config, model: Path, rates: Rates | None) -> Forecast:
+    """What `draftmill plan` does: read the configurations, then forecast."""
+    from services.dflash.drafter_config import derive
+    from services.dflash.target_model import load_stop_ids, load_text_config, load_tokenizer
+
+    tokenizer = load_tokenizer(model) if config.drafter.mask_token_id < 0 else None
+    shape = derive(load_text_config(model), config.drafter, tokenizer, stop_ids=load_stop_ids(model))
+    return forecast(config, Dataset.open(config.data.path), read_target(str(model)), shape, rates)

@@ -1,0 +1,60 @@
+"""The table that `draftmill plan` prints."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from services.config.schema import Config
+from services.data.forecast import Forecast, Memory
+
+
+def show(made: Forecast, config: Config) -> RenderableType:
+    """The table that `draftmill plan` prints."""
+    counts, table = made.counts, Table(show_header=False)
+    low, mean, high = counts.tokens_per_pack
+    budget, epoch_bytes = config.plan.token_budget, size(made.bytes_per_token * counts.tokens)
+    slots = f"{config.target.slots} slots of {size(made.slot_bytes)}"
+    padding = f"{counts.padding_share:.1%} of the target's forward"
+    rows = [
+        ("samples", f"{counts.samples:,}, {counts.tokens:,} tokens, {counts.supervised:,} supervised"),
+        ("packs an epoch", f"{counts.packs:,} of {mean:,} tokens ({low:,} to {high:,}; budget {budget:,})"),
+        ("padding", f"{padding}, which has up to {counts.largest_forward:,} positions"),
+        ("steps", f"{counts.steps:,} in {config.run.epochs} epochs, {counts.steps_per_epoch:,} in the first"),
+        ("transfer", f"{made.bytes_per_token:,} bytes a token, {epoch_bytes} an epoch"),
+        ("arenas", f"{size(made.arena_bytes)} of {config.arena.dir}: two a target, {slots} each"),
+        ("a target", _memory_row(made.target)),
+        ("a drafter", f"{made.drafter_parameters / 1e6:,.1f} M parameters; {_memory_row(made.drafter)}"),
+        *_time_rows(made, config),
+    ]  # fmt: skip
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def _time_rows(made: Forecast, config: Config) -> list[tuple[str, str]]:
+    if made.hours is None or made.targets_per_drafter is None:
+        return [("time", "unknown; give --target-rate and --drafter-rate, as `draftmill status` shows them")]
+    rate = config.run.epochs * made.counts.tokens / (made.hours * 3600)
+    drafters, each = config.drafter.count, made.targets_per_drafter
+    return [
+        ("time", f"{made.hours:.1f} h at {rate:,.0f} tok/s, {size(int(rate * made.bytes_per_token))}/s"),
+        ("advice", f"{math.ceil(drafters * each)} targets keep {drafters} drafters busy, {each:.2f} each"),
+    ]  # fmt: skip
+
+
+def _memory_row(memory: Memory) -> str:
+    parts = ", ".join(f"{name} {size(taken)}" for name, taken in memory.parts.items() if taken)
+    return f"about {size(memory.total)}: {parts}"
+
+
+def size(count_bytes: int) -> str:
+    """`1.5 GiB`, by powers of 1024."""
+    value, unit = float(count_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -1,0 +1,135 @@
+"""The forecast counts what the run will do, and its memory terms come near what was measured."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_tokenizers import make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from protocol.errors import ModelError
+from services.config.schema import Config, Data, Drafter, Model, Plan, Recipe, Run, Target
+from services.data.dataset import Sample
+from services.data.forecast import (
+    Rates,
+    TargetShape,
+    drafter_memory,
+    forecast,
+    plan_of_run,
+    read_target,
+    target_memory,
+)
+from services.data.forecast_view import show, size
+from services.data.plan import Schedule, padded_length
+from services.data.writer import write_dataset
+from services.dflash.drafter_config import DrafterConfig
+
+EDGES = (16, 32, 64)
+GIB = 2**30
+
+
+def config_of(path, **sections):
+    return Config(
+        run=Run(epochs=3), model=Model(path="m"), data=Data(path=path),
+        plan=Plan(token_budget=64, bucket_edges=EDGES, packs_per_step=4), **sections,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    lengths = [1 + (at * 11) % 64 for at in range(200)]
+    samples = [Sample(np.arange(length, dtype=np.int32), np.ones(length, np.uint8)) for length in lengths]
+    return write_dataset(tmp_path / "d", samples, {})
+
+
+EIGHT_B = TargetShape(8_190_000_000, 4096, 12288, 6144, 151936, False)
+EIGHT_B_DRAFTER = DrafterConfig(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=5,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    num_target_layers=36,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    block_size=16,
+    mask_token_id=151669,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    layer_types=("full_attention",) * 5,
+)
+
+
+def test_the_counts_are_those_of_the_plan(dataset):
+    config = config_of(dataset.path)
+    made = forecast(config, dataset, EIGHT_B, EIGHT_B_DRAFTER, None)
+    schedule = Schedule(config, dataset)
+    batches = schedule.epoch(0).batches
+    padded = [sum(padded_length(int(dataset.lengths[row]), EDGES) for row in batch) for batch in batches]
+    assert made.counts.packs == len(batches)
+    assert made.counts.steps == schedule.total_steps
+    assert made.counts.tokens == dataset.lengths.sum()
+    assert made.counts.largest_forward == max(padded)
+    assert made.counts.padding_share == pytest.approx(1 - dataset.lengths.sum() / sum(padded))
+    assert made.bytes_per_token == 5 * 4096 * 2 + 9
+    assert made.hours is None
+
+
+def test_hours_follow_the_slower_side_and_the_advice_their_ratio(dataset):
+    config = config_of(dataset.path, target=Target(count=2), drafter=Drafter(count=1))
+    made = forecast(config, dataset, EIGHT_B, EIGHT_B_DRAFTER, Rates(100.0, 500.0))
+    assert made.hours == pytest.approx(3 * made.counts.tokens / 200 / 3600)
+    assert made.targets_per_drafter == 5.0
+
+
+def test_memory_comes_near_what_was_measured():
+    """One step of an 8B target's drafter took 10.5 to 16.2 GiB with bfloat16 weights and no optimizer."""
+    config = Config(model=Model(path="m"), data=Data(path="d"), recipe=Recipe(anchors_per_pack=512))
+    made = drafter_memory(config, EIGHT_B, EIGHT_B_DRAFTER, slot=160 * 2**20)
+    without = (
+        4 * EIGHT_B_DRAFTER.parameter_count + made.parts["embedding and head"] + made.parts["activations"]
+    )
+    assert 10.5 * GIB < without + 160 * 2**20 < 16.2 * GIB
+    target = target_memory(config, EIGHT_B, 8192, slot=160 * 2**20)
+    assert 15 * GIB < target.total < 19 * GIB
+    assert target.total == sum(target.parts.values())
+
+
+def test_a_target_is_read_from_its_configuration_without_weights(tmp_path):
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shape = read_target(str(tmp_path))
+    parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
+    assert shape == TargetShape(parameters, 32, 48, 8 * (4 + 2 * 2), 300, True)
+    with pytest.raises(ModelError, match="no causal language model"):
+        read_target(str(tmp_path / "none"))
+
+
+def test_the_whole_forecast_is_printed(tmp_path, dataset):
+    model = tmp_path / "model"
+    make_tokenizer().save_pretrained(model)
+    LlamaConfig(
+        vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4
+    ).save_pretrained(model)
+    config = config_of(dataset.path, drafter=Drafter(layers=2, taps=2))
+    for rates, words in ((None, "unknown"), (Rates(50.0, 100.0), "2 targets keep 1 drafters busy")):
+        console = Console(file=io.StringIO(), width=160)
+        console.print(show(plan_of_run(config, model, rates), config))
+        printed = console.file.getvalue()
+        assert words in printed
+        for title in ("packs an epoch", "padding", "steps", "a target", "a drafter", "arenas"):
+            assert title in printed
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 2**30, "200 GiB"), (2**41, "2.0 TiB")],
+)
+def test_sizes_are_read_by_people(count, text):
+    assert size(count) == text
