@@ -34,6 +34,9 @@ _WITHOUT_OPTIONS = {"export", "inspect", "keys"}
 
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
 Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: any vacant one")]
+Rate = Annotated[
+    float | None, typer.Option(min=0.0, help="tok/s of one that never waits; none: of the running run")
+]
 RunFolder = Annotated[
     Path | None, typer.Argument(help="folder of the run; none: run.dir", show_default=False)
 ]
@@ -250,14 +253,18 @@ def show_config(
 
 
 @app.command()
-def plan(context: typer.Context, config: ConfigFile = None) -> None:
-    """Batches, steps, padding, and how many targets and drafters a running run wants."""
-    from services.data.dataset import Dataset
-    from services.local.reports import live_advice, plan_report
+def plan(
+    context: typer.Context, config: ConfigFile = None, target_rate: Rate = None, drafter_rate: Rate = None
+) -> None:
+    """What the run will take: steps, packs, padding, memory, and with rates hours and balance."""
+    options = load(config, context.obj).config
+    from services.data.forecast import Rates, plan_of_run
+    from services.data.forecast_view import show
+    from services.local.reports import live_rates
 
-    options = load(config, context.obj, needs=["data.path"]).config
-    facts = plan_report(options, Dataset.open(options.data.path))
-    _print_pairs([*facts, ("advice", live_advice(options.run.dir))])
+    rates = (target_rate, drafter_rate) if target_rate and drafter_rate else live_rates(options.run.dir)
+    made = plan_of_run(options, Path(options.model.path), Rates(*rates) if rates else None)
+    Console().print(show(made, options))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What `draftmill status` and `draftmill plan` print."""
+"""What `draftmill status` prints, and the rates that `draftmill plan` may take from a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from protocol.errors import PeerGone
-from services.config.schema import Config
-from services.data.dataset import Dataset
-from services.data.plan import Schedule, padded_length
-from services.local.advice import advice
+from services.local.advice import advice, side
 from services.local.status import Status, fetch, read_address
 from services.local.view import render
 
@@ -30,30 +27,13 @@ def status_report(status: Status) -> RenderableType:
     return Group(render(status, {}), slots, outcomes, f"checkpoints: {kept}", advice(status))
 
 
-def live_advice(run_dir: Path) -> str:
-    """Advice from the run in `run_dir`, if it runs."""
+def live_rates(run_dir: Path) -> tuple[float, float] | None:
+    """tok/s of one target and of one drafter that never wait, from a live run; None: there is none."""
     try:
-        return advice(fetch(read_address(run_dir)))
+        status = fetch(read_address(run_dir))
     except PeerGone:
-        return "none: the run must be under way for that"
-
-
-def plan_report(config: Config, dataset: Dataset) -> list[tuple[str, str]]:
-    """The first epoch's plan in numbers, as (name, value)."""
-    schedule = Schedule(config, dataset)
-    batches = schedule.epoch(0).batches
-    tokens = [int(dataset.lengths[list(batch)].sum()) for batch in batches]
-    padded = sum(
-        len(batch) * padded_length(int(dataset.lengths[list(batch)].max()), config.plan.bucket_edges)
-        for batch in batches
-    )
-    fill = sum(tokens) / (len(batches) * config.plan.token_budget)
-    return [
-        ("samples", f"{len(dataset):,} in each of {config.run.epochs} epochs"),
-        (
-            "batches",
-            f"{len(batches):,} an epoch, {min(tokens):,} to {max(tokens):,} tokens, {fill:.0%} of the budget",
-        ),
-        ("padding", f"{padded / sum(tokens) - 1:.1%} of the targets' rows"),
-        ("steps", f"{schedule.steps_in_epoch(0):,} an epoch, {schedule.total_steps:,} in all"),
-    ]
+        return None
+    targets, drafters = side(status, "target"), side(status, "drafter")
+    if targets is None or drafters is None or not targets.capacity or not drafters.capacity:
+        return None
+    return targets.capacity, drafters.capacity
