@@ -1,4 +1,4 @@
-"""Anchors: two supervised tokens in a row and no more, every document its share, always A slots (traps 1-3)."""
+"""Anchors: two supervised tokens in a row, every document its share, always A slots (traps 1-3)."""
 
 import torch
 from hypothesis import given

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from dflash_packs import tiny_pack
 from dflash_tiny import drafter_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.dflash.anchors import draw_anchors
 from services.dflash.attention import DenseAttention, DocumentAttention, FlexAttention

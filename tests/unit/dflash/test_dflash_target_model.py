@@ -1,0 +1,121 @@
+"""Targets from folders of safetensors: embedding and head alone, tied or not, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from dflash_tiny import FAMILIES, tiny_model
+
+from protocol.errors import DataError, ModelError
+from services.dflash.prompts import load_prompts
+from services.dflash.target_model import (
+    load_embedding_and_head,
+    load_stop_ids,
+    load_target,
+    load_text_config,
+    load_tokenizer,
+)
+
+
+def saved(tmp_path, family, **options):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / family, **options)
+    return tmp_path / family, model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", ["5GB", "20KB"])
+def test_embedding_and_head_alone_equal_the_loaded_models(tmp_path, family, shards):
+    folder, model = saved(tmp_path, family, max_shard_size=shards)
+    assert (folder / "model.safetensors.index.json").exists() == (shards == "20KB")
+    target = load_target(folder)
+    embedding, head = load_embedding_and_head(folder)
+    assert torch.equal(embedding, model.get_input_embeddings().weight)
+    assert torch.equal(head.weight_VH, model.get_output_embeddings().weight)
+    assert (head.multiplier, head.softcap) == (target.head.multiplier, target.head.softcap)
+    tied = model.config.tie_word_embeddings
+    assert (head.weight_VH is embedding) == tied
+    assert torch.equal(target.head.weight_VH, head.weight_VH)
+    assert load_text_config(folder).num_hidden_layers == 7 == len(target.layers)
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_types_are_converted(tmp_path):
+    folder, _ = saved(tmp_path, "qwen3")
+    embedding, head = load_embedding_and_head(folder, dtype="bfloat16")
+    assert (
+        embedding.dtype
+        == head.weight_VH.dtype
+        == load_target(folder, dtype="bfloat16").dtype
+        == torch.bfloat16
+    )
+
+
+def test_stop_ids_come_from_both_configurations(tmp_path):
+    folder, _ = saved(tmp_path, "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert load_stop_ids(folder) == load_target(folder).stop_ids == (2, 5, 7)
+    (folder / "generation_config.json").unlink()
+    assert load_stop_ids(folder) == (2,)
+
+
+def test_missing_models_and_weights_are_refused(tmp_path):
+    for load in (load_target, load_text_config, load_embedding_and_head, load_tokenizer):
+        with pytest.raises(ModelError, match="nowhere"):
+            load(tmp_path / "nowhere")
+    folder, _ = saved(tmp_path, "llama")
+    (folder / "model.safetensors").rename(folder / "elsewhere")
+    for load in (load_target, load_embedding_and_head):
+        with pytest.raises(ModelError, match="safetensors"):
+            load(folder)
+
+
+def test_weights_that_would_be_random_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder, _ = saved(tmp_path, "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"], weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="would be random"):
+        load_target(folder)
+
+
+class Words:
+    """A tokenizer without a chat template: one id a word."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_prompts_are_read_in_each_form(tmp_path):
+    rows = [
+        {"prompt": "a bb"},
+        {"turns": ["ccc", "d"], "category": "maths"},
+        {
+            "messages": [{"role": "user", "content": "ee"}, {"role": "assistant", "content": "answer"}],
+            "domain": "x",
+        },
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert [(p.ids, p.domain) for p in load_prompts(file, Words())] == [
+        ((1, 2), ""),
+        ((3,), "maths"),
+        ((2,), "x"),
+    ]
+    assert len(load_prompts(file, Words(), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "line 1: not JSON"), ("[]", "line 1: list"), ('{"a": 1}', "needs"), ("", "holds none")],
+)
+def test_bad_prompts_are_named(tmp_path, text, words):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(DataError, match=words):
+        load_prompts(tmp_path / "p.jsonl", Words())
+    with pytest.raises(DataError, match="no such file"):
+        load_prompts(tmp_path / "q.jsonl", Words())
