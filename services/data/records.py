@@ -59,6 +59,25 @@ def parse(row: Any) -> Conversation | Tokenized:
         raise BadSample("shape", f"a {type(row).__name__}; a row must be an object")
     if row.get("input_ids") is not None:
         return _tokenized(row)
+    return _conversation(_messages_of(row), _tools(row.get("tools")))
+
+
+def parse_prompt(row: Any) -> Conversation:
+    """The messages to be answered: the same forms, without the last answer, if there is one."""
+    if not isinstance(row, dict):
+        raise BadSample("shape", f"a {type(row).__name__}; a row must be an object")
+    if row.get("prompt") is not None and row.get("messages") is None:
+        row = {"messages": _as_messages(row["prompt"], "user"), "tools": row.get("tools")}
+    messages, notes = _cleaned(_messages_of(row))
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise BadSample("no question", "no message of a user is left to be answered")
+    _check_order(messages)
+    return Conversation(messages, _tools(row.get("tools")), notes)
+
+
+def _messages_of(row: dict[str, Any]) -> Sequence[Any]:
     if row.get("messages") is not None:
         messages = row["messages"]
     elif row.get("conversations") is not None:
@@ -72,8 +91,8 @@ def parse(row: Any) -> Conversation | Tokenized:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise BadSample("shape", f"the conversation is a {type(messages).__name__}; must be a list")
     if isinstance(row.get("system"), str):
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return _conversation(messages, _tools(row.get("tools")))
+        return [{"role": "system", "content": row["system"]}, *messages]
+    return messages
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -81,12 +100,16 @@ def text_of(message: dict[str, Any]) -> str:
     return message["content"] or ""
 
 
-def _conversation(raw: Sequence[Any], tools: list[dict[str, Any]] | None) -> Conversation:
+def _cleaned(raw: Sequence[Any]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Parsed messages without an empty system message, and a note if there was one."""
     messages = [_message(item, f"messages[{at}]") for at, item in enumerate(raw)]
-    notes = []
     if messages and messages[0]["role"] in ("system", "developer") and not text_of(messages[0]).strip():
-        messages = messages[1:]
-        notes.append("empty system message left out")
+        return messages[1:], ("empty system message left out",)
+    return messages, ()
+
+
+def _conversation(raw: Sequence[Any], tools: list[dict[str, Any]] | None) -> Conversation:
+    messages, notes = _cleaned(raw)
     last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     if last < 0:
         raise BadSample(
@@ -95,8 +118,8 @@ def _conversation(raw: Sequence[Any], tools: list[dict[str, Any]] | None) -> Con
     _check_order(messages)
     if last < len(messages) - 1:
         messages = messages[: last + 1]
-        notes.append("last turn without an answer left out")
-    return Conversation(messages, tools, tuple(notes))
+        notes += ("last turn without an answer left out",)
+    return Conversation(messages, tools, notes)
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:
