@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from protocol.descriptors import align
-from protocol.errors import ArenaFull, CorruptPack, StalePack
+from protocol.errors import ArenaFull, CorruptPack, DecodeError, StalePack
 from protocol.files import FILE_MODE, is_alive
 from protocol.messages import BatchId, Stamp
 
@@ -129,10 +129,13 @@ class Arena:
 
     @classmethod
     def open(cls, folder: Path, name: str) -> Self:
-        """Map the arena file `name`. StalePack: it is gone. CorruptPack: it is not what its name says."""
+        """Map the arena file `name`, which a message gave.
+
+        StalePack: it is gone. CorruptPack: it is not what its name says. DecodeError: no arena's name.
+        """
         path = folder / name
         if path.name != name or not name.endswith(".arena"):
-            raise CorruptPack(f"{name!r} is no name of an arena; those are <incarnation>.arena")
+            raise DecodeError(f"{name!r} is no name of an arena; those are <incarnation>.arena")
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from protocol.arena import Arena, SlotHeader
 from protocol.descriptors import check_descriptor
-from protocol.errors import ConfigError, CorruptPack, StalePack
+from protocol.errors import ConfigError, CorruptPack, DecodeError, DraftmillError, StalePack
 from protocol.messages import Descriptor
 from services.transport.checksum import checksum
 from services.transport.cuda_ipc import RingPacks
@@ -66,7 +66,7 @@ class PackTensors(Mapping[str, Tensor]):
         """
         if self._done is not None:
             self._done.synchronize()
-        check_header(self._packs.arena, self.descriptor)
+        check_header(self._packs.arena, self.descriptor, CorruptPack)
         if not self._packs.still_good():
             raise StalePack(f"{_name(self.descriptor)}: its target died")
         expected = self.descriptor.checksum
@@ -74,7 +74,7 @@ class PackTensors(Mapping[str, Tensor]):
             return
         found = checksum(self._payload_B)
         if found != expected:
-            check_header(self._packs.arena, self.descriptor)
+            check_header(self._packs.arena, self.descriptor, CorruptPack)
             raise CorruptPack(
                 f"{_name(self.descriptor)} has checksum {found:#x}, it was sealed with {expected:#x}"
             )
@@ -106,12 +106,12 @@ class SlotReader:
     def open(self, descriptor: Descriptor) -> PackTensors:
         """The pack that `descriptor` announces.
 
-        DecodeError: the descriptor does not fit its arena. StalePack: the slot, or the arena, is no longer
-        what was announced. CorruptPack: it is, but was not written by its owner.
+        DecodeError: the descriptor does not fit its arena, or contradicts the slot it names. StalePack: the
+        slot, or the arena, is no longer what was announced. CorruptPack: its owner did not write it.
         """
         packs = self._packs(descriptor.arena)
         check_descriptor(descriptor, slots=packs.arena.slots, slot_bytes=packs.arena.slot_bytes)
-        check_header(packs.arena, descriptor)
+        check_header(packs.arena, descriptor, DecodeError)
         return PackTensors(packs, descriptor)
 
     def keep(self, arenas: Collection[str]) -> None:
@@ -131,8 +131,8 @@ class SlotReader:
         return packs
 
 
-def check_header(arena: Arena, descriptor: Descriptor) -> None:
-    """StalePack unless the slot holds the attempt announced; CorruptPack if it does, but otherwise."""
+def check_header(arena: Arena, descriptor: Descriptor, otherwise: type[DraftmillError]) -> None:
+    """StalePack unless the slot holds the attempt announced; `otherwise` if it says other things of it."""
     header = arena.header(descriptor.slot)
     if header is None or header.attempt != descriptor.attempt:
         holds = "nothing whole" if header is None else f"attempt {header.attempt}"
@@ -141,7 +141,7 @@ def check_header(arena: Arena, descriptor: Descriptor) -> None:
         descriptor.batch, descriptor.attempt, descriptor.payload_bytes, descriptor.checksum
     )
     if header != announced:
-        raise CorruptPack(f"{_name(descriptor)} was announced as {announced}, the slot says {header}")
+        raise otherwise(f"{_name(descriptor)} was announced as {announced}, the slot says {header}")
 
 
 def _packs_of(arena: Arena, device: torch.device) -> Packs:
