@@ -1,0 +1,141 @@
+"""What a step's figures are, and where a drafter's seconds go.
+
+A step's sums (loss, weights, hits by position, non-finite flags) are one float64 vector that the
+group reduces beside the gradient, so all ranks hold the same figures and agree on what was bad. It
+rides to the host with the one wait of the step, the vote's; there is no other synchronisation.
+
+    tally | loss | weight | accepted | blocks | tokens | packs | hits 1..K | rows 1..K | bad 0..P-1 |
+
+K = block_size - 1 predicted positions, P = packs_per_step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+log = logging.getLogger(__name__)
+
+POSITIONS_REPORTED = 48  # a report holds 64 figures a step
+
+
+@dataclass(frozen=True)
+class TallyLayout:
+    """Offsets into the tally vector."""
+
+    predicted: int  # K
+    packs: int  # P
+
+    LOSS, WEIGHT, ACCEPTED, BLOCKS, TOKENS, PACKS = range(6)
+    SUMS = 6
+
+    @property
+    def hits(self) -> slice:
+        return slice(self.SUMS, self.SUMS + self.predicted)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.SUMS + self.predicted, self.SUMS + 2 * self.predicted)
+
+    @property
+    def bad(self) -> slice:
+        return slice(self.SUMS + 2 * self.predicted, self.size)
+
+    @property
+    def size(self) -> int:
+        return self.SUMS + 2 * self.predicted + self.packs
+
+    def values(self, tally: Sequence[float]) -> dict[str, float]:
+        """Means over the step, all ranks. A step without weight has zeros."""
+        hits, rows = tally[self.hits], tally[self.rows]
+        by_position = {
+            f"accuracy_{k}": _ratio(hit, row)
+            for k, (hit, row) in enumerate(zip(hits, rows, strict=True), start=1)
+            if k <= POSITIONS_REPORTED
+        }
+        return {
+            "loss": _ratio(tally[self.LOSS], tally[self.WEIGHT]),
+            "accuracy": _ratio(sum(hits), sum(rows)),
+            "accepted": _ratio(tally[self.ACCEPTED], tally[self.BLOCKS]),
+            "anchors": tally[self.BLOCKS],
+            "tokens": tally[self.TOKENS],
+            "packs": tally[self.PACKS],
+            **by_position,
+        }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+class Phases:
+    """Seconds by phase, cumulative: `with phases("forward"): ...`, from one thread.
+
+    On a GPU the phase is timed by a pair of events on the current stream, read by `settle` after a
+    wait that was due anyway; waiting for others is host time.
+    """
+
+    HOST = frozenset({"wait_orders", "wait_group", "wait_pack", "vote_wait", "checkpoint"})
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._events = device.type == "cuda"
+        self._open: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if not self._events or name in self.HOST:
+            start_s = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds[name] += time.perf_counter() - start_s
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._open.append((name, begin, end))
+
+    def settle(self) -> None:
+        """Add up the events; all of them lie before something that the host has waited for."""
+        for name, begin, end in self._open:
+            self.seconds[name] += begin.elapsed_time(end) / 1e3
+        self._open.clear()
+
+    def totals(self) -> dict[str, float]:
+        return {f"phase_{name}_seconds": seconds for name, seconds in self.seconds.items()}
+
+
+class Window:
+    """Logs what the totals gained every `interval_s` seconds (0: never), while `look` is called."""
+
+    def __init__(self, interval_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s, self._now_s = interval_s, now_s
+        self._begun_s, self._before = now_s(), dict[str, float]()
+
+    def look(self, totals: Mapping[str, float]) -> None:
+        elapsed_s = self._now_s() - self._begun_s
+        if not self._interval_s or elapsed_s < self._interval_s:
+            return
+        gained = {name: value - self._before.get(name, 0.0) for name, value in totals.items()}
+        phases = {
+            name.removeprefix("phase_").removesuffix("_seconds") + "_s": round(value, 3)
+            for name, value in gained.items()
+            if name.startswith("phase_")
+        }
+        rates = {
+            "window_s": round(elapsed_s, 1),
+            "packs": int(gained["packs_total"]),
+            "tokens_per_s": round(gained["tokens_total"] / elapsed_s, 1),
+        }
+        log.info("profile", extra=rates | phases)
+        self._begun_s, self._before = self._now_s(), dict(totals)

@@ -1,0 +1,290 @@
+"""The drafters' process group: sums of gradients, and a complete member's state for a newcomer.
+
+One group per generation, on a store that its first member hosts for it; no global process group and
+no pickle. A collective starts only when every member stands before it: each counts itself in at the
+store, and the last one's `go` (or the first one's `leave`, when the orders have changed meanwhile)
+is the same verdict for all. So nobody hangs in a collective for a rank that is still computing, and a
+collective that takes longer than COLLECTIVE_S has lost a member:
+
+    form -> [copy state to newcomers] -> (gather -> all-reduce)* -> close
+      any step: a member died, the orders ask for another generation, a time limit -> GroupBroken
+
+A killed member closes its connections, which gloo reports in milliseconds. NCCL reports nothing: a
+watcher thread aborts its communicator once the orders no longer want this generation. A gather costs
+two round trips to the store (0.1 ms on one host); a group of one costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from protocol.errors import GroupBroken, RetryError
+from protocol.messages import Group, StepAt, StepTry
+
+COLLECTIVE_S = 10.0  # all members have arrived: what lasts longer has lost one
+SLICE_S = 0.2  # how often a wait looks whether it is still wanted
+BUCKET_ELEMENTS = 16 << 20  # of one collective: bounds its time
+GO, LEAVE = b"go", b"leave"
+
+Wanted = Callable[[StepTry | None], bool]
+"""Whether the newest orders still want this generation, and in it this try (None: whatever it does)."""
+
+
+class TryLeft(RetryError):
+    """A member's orders abandoned the try before all had arrived; the group itself is well."""
+
+
+class Standing(NamedTuple):
+    """What a member brings into a group: its state, and whose state it is to take."""
+
+    complete: StepAt | None
+    adopt_from: str  # incarnation, or ""
+    adopt_at: StepAt | None
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def decode(cls, text: bytes) -> Standing:
+        complete, adopt_from, adopt_at = json.loads(text)
+        return cls(complete and StepAt(*complete), adopt_from, adopt_at and StepAt(*adopt_at))
+
+
+class Copy(NamedTuple):
+    """One transfer of state, by rank."""
+
+    source: int
+    receiver: int
+
+
+def plan_copies(names: Sequence[str], standings: Sequence[Standing]) -> list[Copy]:
+    """Who sends to whom, worked out alike by every member: only from a source complete where it is wanted."""
+    copies = []
+    for receiver, standing in enumerate(standings):
+        if standing.adopt_from in names and standing.complete != standing.adopt_at:
+            source = names.index(standing.adopt_from)
+            if standings[source].complete == standing.adopt_at:
+                copies.append(Copy(source, receiver))
+    return copies
+
+
+class Reducer(Protocol):
+    """What a step needs of its group."""
+
+    def sum_(self, tensors: Iterable[Tensor], step_try: StepTry) -> None:
+        """Sum each tensor over the members, in place, once all have arrived at `step_try`.
+
+        Raises TryLeft (nothing was summed) or GroupBroken (the tensors hold garbage). On a GPU the sums
+        are only enqueued: `confirm` after the wait for them.
+        """
+
+    def confirm(self) -> None:
+        """After the wait: GroupBroken if the group was aborted, so that the sums are garbage."""
+
+    def close(self) -> None:
+        """Leave. Members that still wait for this one see GroupBroken."""
+
+
+class LocalReducer:
+    """A world of one: every sum is complete already."""
+
+    def sum_(self, tensors: Iterable[Tensor], step_try: StepTry) -> None:
+        pass
+
+    def confirm(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _broken:
+    """Whatever torch.distributed raises (plain RuntimeErrors, all of them) is GroupBroken."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise GroupBroken(f"{self._what}: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A generation's members at its store, before the process group exists."""
+
+    rank: int
+    names: tuple[str, ...]  # by rank
+    store: dist.Store
+    address: str  # of this host, as the store's host sees it
+    wanted: Wanted
+
+    def share(self, standing: Standing) -> list[Standing]:
+        """Every member's standing, by rank. Waits for all, as long as the generation is wanted."""
+        keys = [f"standing/{rank}" for rank in range(len(self.names))]
+        with _broken("the store's host was lost"):
+            self.store.set(keys[self.rank], standing.encode())
+            while not _arrived(self.store, keys):
+                if not self.wanted(None):
+                    raise GroupBroken("the orders ask for another generation")
+            return [Standing.decode(self.store.get(key)) for key in keys]
+
+    def gather(self, what: str, step_try: StepTry | None) -> bool:
+        """Wait until all have arrived at `what`; False if somebody left first. The same answer for all.
+
+        Keys of one `what` are never used again.
+        """
+        verdict = f"{what}/verdict"
+        if self.store.add(f"{what}/count", 1) == len(self.names):
+            return self.store.compare_set(verdict, "", GO.decode()) == GO
+        while not _arrived(self.store, [verdict]):
+            if not self.wanted(step_try):
+                return self.store.compare_set(verdict, "", LEAVE.decode()) == GO
+        return self.store.get(verdict) == GO
+
+    def forget(self, what: str) -> None:
+        """Remove the keys of a gathering that all have left behind."""
+        if self.rank == 0:
+            self.store.delete_key(f"{what}/count")
+            self.store.delete_key(f"{what}/verdict")
+
+
+def _arrived(store: dist.Store, keys: list[str]) -> bool:
+    """Wait one slice for all `keys`."""
+    try:
+        store.wait(keys, timedelta(seconds=SLICE_S))
+    except dist.DistStoreError:  # the slice is over; a dead store raises DistNetworkError
+        return False
+    return True
+
+
+def meet(group: Group, incarnation: str, wanted: Wanted) -> Meeting:
+    """Host the group's store (rank 0) or reach it. GroupBroken: no longer wanted, or cannot be bound."""
+    members = sorted(group.members, key=lambda member: member.rank)
+    names = tuple(member.incarnation for member in members)
+    host, _, port = group.store.rpartition(":")
+    rank = names.index(incarnation)
+    store = _host_store(host, int(port)) if rank == 0 else None
+    address = _reach(host, int(port), wanted)
+    if store is None:
+        with _broken("the store's host was lost"):
+            store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=COLLECTIVE_S), False)
+    return Meeting(rank, names, store, address, wanted)
+
+
+def _host_store(host: str, port: int) -> dist.TCPStore:
+    """Listens on that address only; torch by itself would listen on all."""
+    try:
+        listener = socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        raise GroupBroken(f"store {host}:{port} cannot be bound ({error}); another port is needed") from error
+    return dist.TCPStore(
+        host, port, None, True, timedelta(seconds=COLLECTIVE_S), False, master_listen_fd=listener.detach()
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _reach(host: str, port: int, wanted: Wanted) -> str:
+    """Wait until the store listens; returns the local address of the way there."""
+    pause = threading.Event()
+    while wanted(None):
+        try:
+            with socket.create_connection((host, port), timeout=SLICE_S) as connection:
+                return str(connection.getsockname()[0])
+        except OSError:  # its host forms later, or the orders give up on it
+            pause.wait(SLICE_S / 4)
+    raise GroupBroken(f"store {host}:{port} was not reached before the orders changed")
+
+
+class GroupReducer:
+    """A formed generation of two members or more."""
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        self._meeting = meeting
+        self._cuda = device.type == "cuda"
+        self._closed, self._aborted = threading.Event(), threading.Event()
+        self._last = ""
+        with _broken("cannot connect the members"):
+            self._process_group = _connect(meeting, device)
+        if self._cuda:
+            threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
+
+    def sum_(self, tensors: Iterable[Tensor], step_try: StepTry) -> None:
+        what = "try/" + "-".join(map(str, step_try))
+        with _broken("a member was lost in the reduction"):
+            if not self._meeting.gather(what, step_try):
+                raise TryLeft(f"step try {tuple(step_try)} was abandoned before all members had arrived")
+            if self._last:
+                self._meeting.forget(self._last)
+            self._last = what
+            buckets = [bucket for tensor in tensors for bucket in tensor.view(-1).split(BUCKET_ELEMENTS)]
+            for work in [self._process_group.allreduce([bucket]) for bucket in buckets]:
+                work.wait()
+
+    def send(self, tensors: Iterable[Tensor], receiver: int) -> None:
+        """Give `receiver` a copy. GroupBroken, GPU and all, if it does not arrive."""
+        self._transfer(tensors, lambda bucket: self._process_group.send([bucket], receiver, 0))
+
+    def receive(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Overwrite `tensors` with the source's. GroupBroken: they are garbage now."""
+        self._transfer(tensors, lambda bucket: self._process_group.recv([bucket], source, 0))
+
+    def _transfer(self, tensors: Iterable[Tensor], start: Callable[[Tensor], Any]) -> None:
+        with _broken("a member was lost while its state was copied"):
+            for tensor in tensors:
+                for bucket in tensor.view(-1).split(BUCKET_ELEMENTS):
+                    start(bucket).wait()
+            if self._cuda:
+                torch.cuda.current_stream().synchronize()
+        self.confirm()
+
+    def confirm(self) -> None:
+        if self._aborted.is_set():
+            raise GroupBroken("the group was aborted: the orders ask for another generation")
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._cuda and not self._aborted.is_set():
+            self._process_group.abort()
+        self._process_group = None  # closes the connections: gloo's members see it at once
+
+    def _watch(self) -> None:
+        """Ends collectives that a lost member keeps stuck on the GPU."""
+        while not self._closed.wait(SLICE_S):
+            if not self._meeting.wanted(None):
+                self._aborted.set()
+                self._process_group.abort()
+                return
+
+
+def _connect(meeting: Meeting, device: torch.device) -> Any:
+    """The backend itself, which torch's stubs leave untyped: allreduce, send, recv, abort."""
+    rank, size = meeting.rank, len(meeting.names)
+    store = dist.PrefixStore("group", meeting.store)
+    if device.type == "cuda":
+        # A lost peer must not end this process: by default torch's own watchdog would.
+        os.putenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.putenv("TORCH_NCCL_ENABLE_MONITORING", "0")
+        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=COLLECTIVE_S)
+    options._devices = [gloo.create_device(hostname=meeting.address)]
+    return gloo(store, rank, size, options)

@@ -1,0 +1,271 @@
+"""Groups of real processes over gloo: equal to one process, and broken quickly when one is killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from drafter_cases import CPU, add_packs, tiny_config, tiny_step
+
+from protocol.errors import GroupBroken
+from protocol.messages import Group, Member, StepAt, StepTry
+from services.drafter import reduce
+from services.drafter.reduce import Copy, GroupReducer, LocalReducer, Standing, TryLeft, meet, plan_copies
+
+TRY = StepTry(0, 0, 1, 1)
+NOBODY = Standing(None, "", None)
+SECONDS = 60.0  # a deadline, not a wait
+FORKSERVER = multiprocessing.get_context("forkserver")  # imports torch once, not once a process
+FORKSERVER.set_forkserver_preload(["services.drafter.reduce", "drafter_cases", "pytest"])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def group_of(size: int, generation: int = 1) -> Group:
+    members = tuple(Member(rank=rank, incarnation=f"drafter-{rank}") for rank in range(size))
+    return Group(generation=generation, members=members, store=f"127.0.0.1:{free_port()}")
+
+
+class Ranks:
+    """Real processes, one a rank, each with a pipe to the test."""
+
+    def __init__(self, run, size: int, *arguments) -> None:
+        group = group_of(size)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(target=run, args=(rank, group, theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def hear(self, rank: int):
+        assert self.pipes[rank].poll(SECONDS), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+
+def form(rank: int, group: Group, wanted=lambda _try: True, standing: Standing = NOBODY):
+    torch.set_num_threads(1)
+    meeting = meet(group, f"drafter-{rank}", wanted)
+    standings = meeting.share(standing)
+    return meeting, standings, GroupReducer(meeting, CPU)
+
+
+# ---- sums -------------------------------------------------------------------------------------
+
+
+def train_share(rank: int, group: Group, pipe: Connection, shares: list[list[int]], steps: int) -> None:
+    _, _, reducer = form(rank, group)
+    step = tiny_step(tiny_config())
+    for number in range(steps):
+        for position in shares[rank]:
+            add_packs(step, [10 * number + position], first_position=position)
+        outcome = step.seal(reducer, TRY._replace(step=number))
+        step.apply(number, outcome)
+    pipe.send((step._weights.masters.tolist(), outcome.tally, outcome.gradient_norm))
+    reducer.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("shares", [[[0, 2], [1, 3]], [[0, 1, 2], [], [3]], [[], [0, 1, 2, 3]]])
+def test_a_group_trains_what_one_process_trains(shares):
+    with Ranks(train_share, len(shares), shares, 3) as ranks:
+        results = [ranks.hear(rank) for rank in range(len(shares))]
+    alone = tiny_step(tiny_config())
+    for number in range(3):
+        add_packs(alone, [10 * number + position for position in range(4)])
+        outcome = alone.seal(LocalReducer(), TRY)
+        alone.apply(number, outcome)
+    for masters, tally, norm in results:
+        assert (masters, tally, norm) == results[0], "ranks differ"
+        torch.testing.assert_close(torch.tensor(masters), alone._weights.masters, rtol=1e-4, atol=1e-5)
+        assert norm == pytest.approx(outcome.gradient_norm, rel=1e-4)
+
+
+def poisoned_share(rank: int, group: Group, pipe: Connection) -> None:
+    _, _, reducer = form(rank, group)
+    step = tiny_step(tiny_config())
+    add_packs(step, [rank], first_position=rank)
+    if rank == 1:
+        step._weights.gradient[3] = float("nan")
+        add_packs(step, [5], first_position=3)
+    outcome = step.seal(reducer, TRY)
+    pipe.send((outcome.own_bad, outcome.any_bad, outcome.gradient_finite, outcome.weight))
+    reducer.close()
+
+
+@pytest.mark.process
+def test_a_poisoned_share_joins_with_zeros_and_its_flags():
+    with Ranks(poisoned_share, 2) as ranks:
+        results = [ranks.hear(rank) for rank in range(2)]
+    alone = tiny_step(tiny_config())
+    add_packs(alone, [0])
+    weight = alone.seal(LocalReducer(), TRY).weight
+    assert results == [((), True, True, weight), ((3,), True, True, weight)]
+
+
+# ---- deaths -----------------------------------------------------------------------------------
+
+
+def killed_in_the_collective(rank: int, group: Group, pipe: Connection, how: int) -> None:
+    """The last rank arrives, and is gone when the others start to sum."""
+    reduce.COLLECTIVE_S = 1.0
+    meeting, _, reducer = form(rank, group)
+    tensors = [torch.ones(1 << 20)]
+    reducer.sum_(tensors, TRY)
+    pipe.send("summed")
+    second = TRY._replace(step=1)
+    if rank == len(meeting.names) - 1:
+        meeting.gather("try/" + "-".join(map(str, second)), None)
+        os.kill(os.getpid(), how)
+    start_s = time.monotonic()
+    with pytest.raises(GroupBroken):
+        reducer.sum_(tensors, second)
+    pipe.send(time.monotonic() - start_s)
+    reducer.close()
+    pipe.send("left")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_breaks_the_group_for_the_survivors_within_two_seconds(how):
+    with Ranks(killed_in_the_collective, 3, how) as ranks:
+        assert [ranks.hear(rank) for rank in range(3)] == ["summed"] * 3
+        for rank in range(2):
+            assert ranks.hear(rank) < 2.0
+            assert ranks.hear(rank) == "left"
+
+
+def killed_while_others_wait(rank: int, group: Group, pipe: Connection) -> None:
+    _, _, reducer = form(rank, group)
+    pipe.send("formed")
+    if rank == 0:  # hosts the store, and never arrives
+        pipe.recv()
+    try:
+        reducer.sum_([torch.ones(8)], TRY)
+    except GroupBroken as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.process
+def test_the_death_of_the_stores_host_breaks_the_group():
+    with Ranks(killed_while_others_wait, 3) as ranks:
+        assert [ranks.hear(rank) for rank in range(3)] == ["formed"] * 3
+        ranks.processes[0].kill()
+        start_s = time.monotonic()
+        for rank in (1, 2):
+            assert "member was lost" in ranks.hear(rank)
+        assert time.monotonic() - start_s < 2.0
+
+
+# ---- orders that change -----------------------------------------------------------------------
+
+
+def left_by_orders(rank: int, group: Group, pipe: Connection) -> None:
+    """Rank 1's orders abandon the try before rank 0 arrives; the group then does the next try."""
+    _, _, reducer = form(rank, group, wanted=lambda step_try: rank == 0 or step_try != TRY)
+    tensor = torch.ones(4)
+    if rank == 0:
+        pipe.recv()
+    with pytest.raises(TryLeft):
+        reducer.sum_([tensor], TRY)
+    pipe.send(tensor.tolist())
+    reducer.sum_([tensor], TRY._replace(counter=2))
+    pipe.send(tensor.tolist())
+    pipe.recv()
+
+
+@pytest.mark.process
+def test_all_leave_a_try_that_one_has_left():
+    with Ranks(left_by_orders, 2) as ranks:
+        assert ranks.hear(1) == [1.0] * 4
+        ranks.pipes[0].send("arrive")
+        assert ranks.hear(0) == [1.0] * 4
+        assert ranks.hear(0) == ranks.hear(1) == [2.0] * 4
+
+
+def test_a_generation_that_is_no_longer_wanted_is_not_waited_for():
+    group = group_of(2)
+    with pytest.raises(GroupBroken, match="not reached before the orders changed"):
+        meet(group, "drafter-1", lambda _try: False)
+    answers = iter([True])
+    meeting = meet(group, "drafter-0", lambda _try: next(answers, False))
+    with pytest.raises(GroupBroken, match="another generation"):
+        meeting.share(NOBODY)
+
+
+def test_a_taken_port_breaks_the_group_and_says_so():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        members = (Member(rank=0, incarnation="drafter-0"), Member(rank=1, incarnation="drafter-1"))
+        group = Group(generation=1, members=members, store=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(GroupBroken, match="another port"):
+            meet(group, "drafter-0", lambda _try: True)
+
+
+# ---- newcomers --------------------------------------------------------------------------------
+
+
+def take_over(rank: int, group: Group, pipe: Connection) -> None:
+    """Rank 1 has trained, rank 0 and rank 2 are new."""
+    step = tiny_step(tiny_config(), seed=rank)
+    weights = step._weights
+    if rank == 1:
+        add_packs(step, [1, 2])
+        step.apply(0, step.seal(LocalReducer(), TRY))
+    at = StepAt(0, 1)
+    standing = Standing(at, "", None) if rank == 1 else Standing(None, "drafter-1", at)
+    meeting, standings, reducer = form(rank, group, standing=standing)
+    copies = plan_copies(meeting.names, standings)
+    for source, receiver in copies:
+        if rank == source:
+            reducer.send(weights.state, receiver)
+        elif rank == receiver:
+            reducer.receive(weights.state, source)
+    pipe.send((copies, [tensor.tolist() for tensor in weights.state]))
+    pipe.recv()
+
+
+@pytest.mark.process
+def test_newcomers_take_the_whole_state_of_the_member_named():
+    with Ranks(take_over, 3) as ranks:
+        results = [ranks.hear(rank) for rank in range(3)]
+    assert all(copies == [Copy(1, 0), Copy(1, 2)] for copies, _ in results)
+    assert results[0][1] == results[1][1] == results[2][1]
+    masters, first, second, updates = results[1][1]
+    assert updates == 1.0 and any(first) and any(second) and any(masters)
+
+
+def test_only_a_source_that_is_complete_where_it_is_wanted_is_copied():
+    names = ["a", "b", "c"]
+    at, other = StepAt(0, 5), StepAt(0, 4)
+    whole = Standing(at, "", None)
+    assert plan_copies(names, [whole, Standing(None, "a", at), whole]) == [Copy(0, 1)]
+    assert plan_copies(names, [Standing(other, "", None), Standing(None, "a", at), whole]) == []
+    assert plan_copies(names, [whole, Standing(None, "gone", at), whole]) == []
+    assert plan_copies(names, [whole, Standing(at, "a", at), whole]) == [], "it has that state already"
+
+
+def test_standings_survive_the_store():
+    for standing in (NOBODY, Standing(StepAt(1, 2), "drafter-9", StepAt(3, 4))):
+        assert Standing.decode(standing.encode().encode()) == standing
+        assert json.loads(standing.encode())
