@@ -101,6 +101,52 @@ def inspect(
 
 
 @app.command()
+def regenerate(
+    context: typer.Context,
+    inputs: Inputs,
+    out: Annotated[Path, typer.Option(help="JSONL of answers; what is there is not asked again")],
+    config: ConfigFile = None,
+    server: Annotated[
+        str, typer.Option(help="OpenAI-compatible, up to /v1; none: load the target here")
+    ] = "",
+    served_as: Annotated[str, typer.Option(help="the server's name of the model; none: model.path")] = "",
+    api_key_file: Annotated[Path | None, typer.Option(help="file with the server's key")] = None,
+    concurrency: Annotated[int, typer.Option(help="requests to the server at a time", min=1)] = 64,
+    device: Annotated[str, typer.Option(help="where the target is loaded; none: a GPU if there is one")] = "",
+    batch_tokens: Annotated[int, typer.Option(help="prompt and answer tokens of a batch", min=1)] = 16384,
+    answers: Annotated[int, typer.Option(help="answers to each prompt", min=1)] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="limit of an answer", min=1)] = 2048,
+    temperature: Annotated[float, typer.Option(help="0: greedy", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1: all tokens", min=0.0, max=1.0)] = 1.0,
+) -> None:
+    """Prompts become the target's own answers, in the mode that data.thinking says will be served."""
+    options = load(config, context.obj, needs=["model.path"]).config
+    from services.data.answers_server import ServerAnswers
+    from services.data.regenerate import Answerer, Ask
+    from services.data.regenerate import regenerate as ask_for
+
+    ask = Ask(
+        served_as or options.model.path, answers, max_new_tokens, temperature, top_p, options.run.seed,
+        thinking=options.data.thinking == "train",
+    )  # fmt: skip
+    answerer: Answerer
+    if server:
+        key = api_key_file.read_text(encoding="utf-8").strip() if api_key_file else ""
+        answerer = ServerAnswers(server, ask, concurrency=concurrency, api_key=key)
+    else:
+        from services.data.answers_local import local_answers
+
+        answerer = local_answers(options, ask, device=device, batch_tokens=batch_tokens)
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("answering", total=None)
+        summary = ask_for(
+            inputs, out, answerer, ask, on_bad_line=options.data.on_bad_line,
+            on_progress=lambda done, wanted: bar.update(task, completed=done, total=wanted),
+        )  # fmt: skip
+    typer.echo(json.dumps(summary._asdict(), indent=1))
+
+
+@app.command()
 def up(context: typer.Context, config: ConfigFile = None) -> None:
     """Run coordinator, targets and drafters on this machine until the run is finished."""
     loaded = load(config, context.obj)

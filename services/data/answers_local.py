@@ -24,11 +24,14 @@ from services.dflash.target_model import Target, load_target, load_tokenizer
 
 
 def local_answers(config: Config, ask: Ask, *, device: str, batch_tokens: int) -> LocalAnswers:
-    """Load the target of `config` on `device`. Raises ModelError if it, or its template, cannot be used."""
+    """Load the target of `config` on `device`, "" for a GPU if there is one. Raises ModelError if it, or its template, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     template = ChatTemplate(tokenizer, config.data.thinking, read_template(config.data.chat_template))
     target = load_target(
-        config.model.path, dtype=config.model.dtype, device=device, attention=config.model.attention
+        config.model.path,
+        dtype=config.model.dtype,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        attention=config.model.attention,
     )
     return LocalAnswers(target, tokenizer, template, ask, batch_tokens=batch_tokens)
 

@@ -4,7 +4,7 @@ The chat is rendered once and tokenized once, as a server tokenizes it; the turn
 tokens through the tokenizer's offsets. Where a token would straddle the start of an answer (an answer
 that begins with a newline, behind a header that ends with one) the text is tokenized in pieces, as
 it is when the answer is generated. At last the supervised tokens are decoded and must be the turn's
-text: a mask that is off by one token cannot pass. About 1 ms a conversation of 500 tokens.
+text: a mask that is off by one token cannot pass. 0.4 ms a conversation of 70 tokens, 1.5 ms of 500.
 """
 
 from __future__ import annotations

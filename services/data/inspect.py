@@ -20,7 +20,7 @@ from rich.text import Text
 from protocol.errors import ModelError
 from services.data.dataset import Dataset, Sample
 from services.data.prepare import tokenizer_fingerprint
-from services.data.statistics import describe
+from services.data.statistics import PERCENTILES, describe
 from services.data.turns import ChatTemplate
 
 SUPERVISED, PROMPT, SPECIAL = "black on green3", "grey62", "bold magenta"
@@ -156,7 +156,8 @@ def _overview(dataset: Dataset) -> RenderableType:
     table.add_row("supervised", f"{statistics['supervised_tokens']:,} ({statistics['supervised_share']:.1%})")
     for name, title in (("length", "tokens a sample"), ("supervised", "of them supervised")):
         spread = statistics[name]
-        table.add_row(title, "  ".join(f"{key} {value:,}" for key, value in spread.items()))
+        shown = [*(f"p{at}" for at in PERCENTILES), "mean"]
+        table.add_row(title, "  ".join(f"{key} {spread[key]:,}" for key in shown))
     table.add_row("duplicates", f"{statistics['duplicates']:,}")
     for title, key in (("left out", "skipped"), ("noted", "notes")):
         for kind, count in info.get(key, {}).items():

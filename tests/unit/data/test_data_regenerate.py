@@ -9,8 +9,10 @@ import pytest
 import torch
 from tiny_tokenizers import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from protocol.errors import AlreadyRunning, ConfigError, DataError, RunStopped
+from services.cli import app
 from services.config.schema import Config, Data, Model
 from services.data.answers_local import LocalAnswers, local_answers
 from services.data.answers_server import ServerAnswers
@@ -294,3 +296,24 @@ def test_a_server_that_stays_away_stops_the_run_with_what_to_do(server):
 def test_an_address_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="http"):
         ServerAnswers("localhost:8000", Ask("m"))
+
+
+def test_the_command_asks_a_server_in_the_mode_that_will_be_served(server, tmp_path):
+    prompts = write_prompts(tmp_path / "a.jsonl", 2)
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    words = [
+        "regenerate",
+        str(prompts),
+        "--out",
+        str(tmp_path / "out.jsonl"),
+        "--server",
+        url,
+        "--answers",
+        "2",
+    ]
+    options = [("--model.path", "served"), ("--data.thinking", "strip")]
+    ran = CliRunner().invoke(app, [*words, "--temperature", "0.5"], obj=options)
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["answers"] == 4 == len(read(tmp_path / "out.jsonl"))
+    assert all(body["chat_template_kwargs"]["enable_thinking"] is False for _, _, body in server.bodies)
+    assert len({body["seed"] for _, _, body in server.bodies}) == 4
