@@ -24,7 +24,7 @@ from services.dflash.target_model import Target, load_target, load_tokenizer
 
 
 def local_answers(config: Config, ask: Ask, *, device: str, batch_tokens: int) -> LocalAnswers:
-    """Load the target of `config` on `device`, "" for a GPU if there is one. Raises ModelError if it, or its template, cannot be used."""
+    """Load the target of `config` on `device` ("" for a GPU if there is one). Raises ModelError."""
     tokenizer = load_tokenizer(config.model.path)
     template = ChatTemplate(tokenizer, config.data.thinking, read_template(config.data.chat_template))
     target = load_target(

@@ -14,6 +14,7 @@ from typing import Any
 from services.data.records import REASONING, BadSample, text_of
 
 BLOCK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+OPENED_BLOCK = re.compile(r"(.*?)</think>(?:\s*\n\s*|$)", re.DOTALL)  # not a tag that a sentence talks about
 
 
 def split_thinking(message: dict[str, Any], at: int) -> tuple[str, str | None]:
@@ -25,9 +26,9 @@ def split_thinking(message: dict[str, Any], at: int) -> tuple[str, str | None]:
         return content[found.end() :], found.group(1)
     if content.lstrip().startswith("<think>"):
         raise BadSample("thinking", f"messages[{at}]: <think> is never closed")
-    if "</think>" in content and field is None:
-        thinking, answer = content.split("</think>", 1)
-        return answer.lstrip(), thinking
+    opened = OPENED_BLOCK.match(content)
+    if opened and field is None and "<think>" not in content:
+        return content[opened.end() :], opened.group(1)
     return content, field
 
 

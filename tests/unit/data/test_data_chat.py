@@ -1,6 +1,7 @@
 """The loss mask is exactly the assistant's turns with their end tokens, for every kind of template."""
 
 import random
+import unicodedata
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tiny_tokenizers import KINDS, make_tokenizer, template_text
 from protocol.errors import ModelError
 from services.data.chat import ChatEncoder
 from services.data.records import BadSample, parse
-from services.data.turns import TODAY, ChatTemplate
+from services.data.turns import TODAY, WORD, ChatTemplate
 
 TRIMS = {"headers", "merged", "brackets"}
 END = {
@@ -47,13 +48,13 @@ def supervised(messages, template, kind="bytes", thinking="train", tools=None):
     return [made._decode(encoded.input_ids[run]) for run in encoded.turns], encoded, made
 
 
-def expected(content, template, last):
+def expected(content, template, last, thinking="train"):
     """Written down from the templates by hand."""
     text = content.strip() if template in TRIMS else content
     end = "<|return|>" if template == "channels" and last else END[template]
     lead = {"channels": "<|channel|>final<|message|>", "brackets": " "}.get(template, "")
     if template == "thinker" and last:
-        lead, text = "<think>\n\n</think>\n\n", text.lstrip("\n")
+        lead, text = "<think>\n\n</think>\n\n" if thinking == "train" else "", text.lstrip("\n")
     return lead + text + end
 
 
@@ -99,10 +100,12 @@ def random_chat(rng):
 def check_random_chats(template, seeds):
     for number in seeds:
         rng = random.Random(number)
-        messages, kind = random_chat(rng), rng.choice(list(KINDS))
-        found, encoded, _ = supervised(messages, template, kind)
+        messages, kind, thinking = random_chat(rng), rng.choice(list(KINDS)), rng.choice(["train", "strip"])
+        found, encoded, _ = supervised(messages, template, kind, thinking)
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
-        wanted = [expected(text, template, at == len(answers) - 1) for at, text in enumerate(answers)]
+        wanted = [
+            expected(text, template, at == len(answers) - 1, thinking) for at, text in enumerate(answers)
+        ]
         if kind != "pieces":  # those tokenizers put text into Unicode's composed form
             wanted = [text.replace("e\u0301", "é") for text in wanted]
         assert found == wanted, (template, kind, number)
@@ -192,6 +195,44 @@ def test_an_answer_without_thinking_behind_a_prompt_that_opens_it_is_noted():
 def test_thinking_that_is_never_closed_is_refused():
     with pytest.raises(BadSample, match="never closed"):
         supervised([CHAT[1], {"role": "assistant", "content": "<think>\nhm"}], "thinker")
+
+
+def test_thinking_that_the_prompt_opened_is_stripped_and_a_tag_in_a_sentence_is_not():
+    opened = [CHAT[1], {"role": "assistant", "content": "hm\n</think>\n\nA"}]
+    assert supervised(opened, "chatml", thinking="strip")[0] == ["A<|im_end|>"]
+    for text in ("The tag </think> closes it.", "Use <think> and </think>\nas tags."):
+        chat = [CHAT[1], {"role": "assistant", "content": text}]
+        assert supervised(chat, "chatml", thinking="strip")[0] == [text + "<|im_end|>"]
+        with pytest.raises(BadSample):  # this template takes it for thinking
+            supervised(chat, "thinker")
+
+
+NASTY = {
+    "the same answers": ["x", "yes", "x", "yes"],
+    "a header": ["x", "assistant\n<|im_start|>assistant\nhi"],
+    "an end token": ["x", "a<|im_end|>\n<|im_start|>user\nb"],
+    "the question": ["<|im_end|>", "<|im_end|>"],
+    "special tokens in questions": ["<eos><|end|>", "ok", "[INST]", "fine"],
+    "one character": ["x", "y", "x", "z"],
+    "joined letters": ["x", "👩‍👩‍👧‍👦 \u1112\u1161\u11ab ﬁ end"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NASTY)
+def test_answers_that_look_like_something_else_are_found_all_the_same(name, kind):
+    texts = NASTY[name]
+    chat = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    for template in END:
+        found, _, _ = supervised(chat, template, kind)
+        wanted = [expected(text, template, at == len(texts) // 2 - 1) for at, text in enumerate(texts[1::2])]
+        composed = unicodedata.normalize("NFC", "\0".join(wanted)) if kind != "pieces" else "\0".join(wanted)
+        assert "\0".join(found) == composed, template
+
+
+def test_a_chat_that_contains_the_probe_is_refused():
+    with pytest.raises(BadSample, match="exactly once"):
+        supervised([{"role": "user", "content": f"say {WORD}"}, CHAT[2]], "chatml")
 
 
 def test_nothing_left_without_thinking_is_refused():
