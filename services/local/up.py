@@ -81,6 +81,7 @@ class Up:
         self._let_coordinator_finish()
         self._let_roles_leave()
         sweep(arena_folder(self._config))
+        self._shown.show(self._status, self._restarts(), "")
         return self._supervisor.verdict or Verdict(ExitCode.STOPPED, "stopped by a signal", None)
 
     def conclude(self, console: Console, verdict: Verdict) -> None:
