@@ -42,14 +42,16 @@ class ChatEncoder:
             )
         self._tokenizer = tokenizer
         self.template = template
+        probe = f"{next(iter(tokenizer.all_special_tokens), '')}a"
+        self._inserts_spaces = self._decode(self._tokenize(probe)[0]) != probe  # behind special tokens
 
     def encode(self, conversation: Conversation) -> Encoded:
         """Raises BadSample if a turn cannot be located, or its tokens do not decode to its text."""
         rendered = self.template.find_turns(conversation)
-        ids, stops = self._tokenize(rendered.text)
+        ids, starts, stops = self._tokenize(rendered.text)
         notes = rendered.notes
         edges = sorted({edge for turn in rendered.turns for edge in turn[:2]} - {0})
-        straddled = [edge for edge in edges if edge not in stops]
+        straddled = [edge for edge in edges if edge not in stops or ((starts < edge) & (edge < stops)).any()]
         if straddled:
             ids, stops = self._tokenize_pieces(rendered.text, straddled, ids)
             notes = (*notes, "answer tokenized apart from its prompt")
@@ -62,23 +64,24 @@ class ChatEncoder:
             turns.append(range(int(first), int(last)))
         return Encoded(ids, mask, tuple(turns), notes)
 
-    def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [T] ids and int64 [T] ends: characters of `text` that are covered up to each token."""
+    def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int64 [T] each: ids, where each token starts in `text`, and how far the tokens up to it reach."""
         encoded = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
         )
         offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        return np.asarray(encoded["input_ids"], np.int64), np.maximum.accumulate(offsets[:, 1])
+        return np.asarray(encoded["input_ids"], np.int64), offsets[:, 0], np.maximum.accumulate(offsets[:, 1])
 
     def _tokenize_pieces(
         self, text: str, cuts: list[int], whole: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same with no token across `cuts`. BadSample if the pieces are not `whole`'s text."""
+        """Ids and reach with no token across `cuts`. BadSample if the pieces are not `whole`'s text."""
         ids, stops = [], []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            piece_ids, piece_stops = self._tokenize(text[start:stop])
-            ids.append(piece_ids)
-            stops.append(piece_stops + start)
+            piece_ids, _, piece_stops = self._tokenize(text[start:stop])
+            added = start > 0 and self._adds_space(piece_ids, text[start:stop])
+            ids.append(piece_ids[added:])
+            stops.append(piece_stops[added:] + start)
         joined = np.concatenate(ids)
         if self._decode(joined) != self._decode(whole):
             raise BadSample(
@@ -86,10 +89,18 @@ class ChatEncoder:
             )
         return joined, np.concatenate(stops)
 
+    def _adds_space(self, ids: np.ndarray, text: str) -> bool:
+        """Whether the first token is the space that sentencepiece puts in front of any text."""
+        first = self._tokenizer.convert_ids_to_tokens(ids[:1].tolist())
+        return first == ["▁"] and not text.startswith(" ")
+
     def _check(self, ids: np.ndarray, rendered: Rendered, turn: Turn) -> None:
         wanted, found = rendered.text[turn.start : turn.stop], self._decode(ids)
         forms = (wanted, unicodedata.normalize("NFC", wanted), unicodedata.normalize("NFKC", wanted))
-        if not any(found == form or found.strip(" ") == form.strip(" ") for form in forms):
+        same = any(found.strip(" ") == form.strip(" ") for form in forms)
+        if not same and self._inserts_spaces:
+            same = found.replace(" ", "") == wanted.replace(" ", "")
+        if not same:
             raise BadSample(
                 "tokens", f"the supervised tokens decode to {found[:80]!r}, the answer is {wanted[:80]!r}"
             )

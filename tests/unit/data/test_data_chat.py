@@ -27,7 +27,7 @@ CHAT = [
     {"role": "user", "content": "And the fox? 😀"},
     {"role": "assistant", "content": "\n\nIt jumps, 日本. 😀 "},
 ]
-TOKENIZERS = {kind: make_tokenizer(kind, None) for kind in KINDS}
+TOKENIZERS = {kind: make_tokenizer(kind, None) for kind in (*KINDS, "legacy")}
 ENCODERS: dict[tuple[str, str, str], ChatEncoder] = {}
 
 
@@ -68,6 +68,13 @@ def test_every_answer_is_supervised_with_its_end_and_nothing_else(template, kind
 
 
 @pytest.mark.parametrize("template", END)
+def test_a_tokenizer_that_puts_spaces_in_front_has_the_same_answers_but_for_those(template):
+    found, _, _ = supervised(CHAT, template, "legacy")
+    wanted = [expected(CHAT[at]["content"], template, at == 4) for at in (2, 4)]
+    assert [text.replace(" ", "") for text in found] == [text.replace(" ", "") for text in wanted]
+
+
+@pytest.mark.parametrize("template", END)
 def test_the_tokens_before_an_answer_are_the_prompt_that_a_server_sends(template):
     chat = CHAT[:3]
     _, encoded, made = supervised(chat, template, thinking="strip")
@@ -100,7 +107,7 @@ def random_chat(rng):
 def check_random_chats(template, seeds):
     for number in seeds:
         rng = random.Random(number)
-        messages, kind, thinking = random_chat(rng), rng.choice(list(KINDS)), rng.choice(["train", "strip"])
+        messages, kind, thinking = random_chat(rng), rng.choice(KINDS), rng.choice(["train", "strip"])
         found, encoded, _ = supervised(messages, template, kind, thinking)
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         wanted = [

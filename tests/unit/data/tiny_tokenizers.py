@@ -62,11 +62,27 @@ def piece_level() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {"bytes": lambda: byte_level(False), "trimmed": lambda: byte_level(True), "pieces": piece_level}
+def legacy_piece_level() -> Tokenizer:
+    """As the first sentencepiece models were converted: every stretch of text gets a space in front."""
+    tokenizer = piece_level()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+MAKERS = {
+    "bytes": lambda: byte_level(False),
+    "trimmed": lambda: byte_level(True),
+    "pieces": piece_level,
+    "legacy": legacy_piece_level,
+}
+KINDS = ("bytes", "trimmed", "pieces")
 
 
 def make_tokenizer(kind: str = "bytes", template: str | None = "chatml") -> PreTrainedTokenizerFast:
-    raw = KINDS[kind]()
+    raw = MAKERS[kind]()
     raw.add_tokens([AddedToken(text, special=False, normalized=False) for text in NOT_SPECIAL])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw,
