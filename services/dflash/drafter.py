@@ -130,16 +130,20 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Float32 on the CPU after construction, a pure function of (`config`, `seed`)."""
+    """Float32 on the CPU after construction, a pure function of (`config`, `seed`).
 
-    def __init__(self, config: DrafterConfig, *, seed: int) -> None:
+    `seed` None leaves the weights undefined, to be loaded: drawing a billion takes 8 s.
+    """
+
+    def __init__(self, config: DrafterConfig, *, seed: int | None) -> None:
         super().__init__()
         self.config = config
         self.fc = Linear(config.feature_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._draw_weights(seed)
+        if seed is not None:
+            self._draw_weights(seed)
 
     @property
     def _layers(self) -> list[DrafterLayer]:

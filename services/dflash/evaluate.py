@@ -154,7 +154,7 @@ def load_drafter(checkpoint: Path) -> Drafter:
     if not is_training_checkpoint(checkpoint):
         return load_zlab(checkpoint)
     saved = read_checkpoint(checkpoint, None)
-    drafter = Drafter(saved.drafter, seed=0)
+    drafter = Drafter(saved.drafter, seed=None)
     load_weights(drafter, saved.weights, str(checkpoint))
     return drafter
 

@@ -109,7 +109,7 @@ def load_zlab(path: Path) -> Drafter:
             f"drafter {path}: it has a pruned draft vocabulary (d2t, t2d), which is not supported"
         )
     try:
-        drafter = Drafter(_config_of(path, fields), seed=0)
+        drafter = Drafter(_config_of(path, fields), seed=None)
     except ModelError as error:
         raise CheckpointError(f"drafter {path}: {error}") from error
     load_weights(drafter, weights, str(path))

@@ -103,7 +103,7 @@ def _chunk(
     probability.div_(total)
     if teacher is None:
         loss = total.log() - shifted_label
-        probability.scatter_add_(1, labels[:, None], torch.full_like(label, -1.0))
+        probability.scatter_(1, labels[:, None], probability.gather(1, labels[:, None]) - 1.0)
     else:
         loss = expected + total.log()
         probability.sub_(wanted)

@@ -55,4 +55,6 @@ def slot_weights(options: LossOptions, loss_AK: Tensor, real_AK: Tensor) -> Tens
         return real_AK * position_weights(real_AK.shape[1] + 1, options.gamma, real_AK.device)
     survival = torch.exp(-loss_AK.detach()) * (1.0 - DPACE_FLOOR) + DPACE_FLOOR
     prefix = torch.where(real_AK, survival, 1.0).cumprod(1) * real_AK
-    return prefix.flip(1).cumsum(1).flip(1) * real_AK
+    slots = torch.arange(real_AK.shape[1], device=real_AK.device)
+    # A sum of products: a running sum of floats has no deterministic kernel on a GPU.
+    return (prefix[:, None, :] * (slots >= slots[:, None])).sum(2) * real_AK

@@ -6,8 +6,9 @@ On a GPU every shape is fixed by (T, A, B) and nothing waits for the host; unuse
 and weigh zero. On a CPU unused blocks and slots without a label are dropped first, since the head's
 matrix products (49,152 rows for the demo's target) are most of the step.
 
-Rows past `document_offsets[-1]` may pad a pack to a fixed size: they must be finite and their loss
-mask zero; repeated last offsets are empty documents.
+On a GPU packs are padded to a multiple of TOKEN_STEP, since each T is compiled once. Callers may pad
+too: rows past `document_offsets[-1]` must be finite and their loss mask zero; repeated last offsets
+are empty documents.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from services.dflash.drafter import Attend, Drafter
 from services.dflash.head import FrozenHead, row_losses
 from services.dflash.loss import LossOptions, slot_weights
 from services.dflash.mask import BlockLayout, block_layout
+
+TOKEN_STEP = 1024
 
 AttentionKind = Literal["auto", "flex", "dense", "reference"]
 
@@ -59,12 +62,15 @@ def pack_loss(
     `last_hidden_TH` (after the target's final norm) is needed for `kl` only. Without a valid anchor
     the loss is zero and so are its gradients.
     """
-    assert loss.kind != "kl" or last_hidden_TH is not None, "kl needs the target's last hidden state"
     dense_cpu = attention in ("auto", "dense") and not features_TF.is_cuda
     if dense_cpu:
         anchors = Anchors(*(part[anchors.valid_A] for part in anchors))
         if not anchors.valid_A.numel():
             return _nothing(drafter)
+    if features_TF.is_cuda:
+        features_TF, input_ids_T, loss_mask_T, position_ids_T = (
+            _padded(rows) for rows in (features_TF, input_ids_T, loss_mask_T, position_ids_T)
+        )
     tokens, size = features_TF.shape[0], drafter.config.block_size
     layout = block_layout(anchors, document_offsets, tokens, size)
     attend = _attend(drafter, layout, attention, features_TF.is_cuda)
@@ -85,11 +91,16 @@ def pack_loss(
         hidden_RH.unflatten(0, (-1, size))[:, 1:],
         head,
         input_ids_T[place_AK].to(torch.int64),
-        # Slot k predicts the token at its own place; the target's row one place before does the same.
-        last_hidden_TH[place_AK - 1] if last_hidden_TH is not None and loss.kind == "kl" else None,
+        _teacher_rows(last_hidden_TH, place_AK) if loss.kind == "kl" else None,
         kept_AK,
     )
     return _sums(loss, loss_AK, correct_AK, real_AK, layout.valid_A)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Zero rows appended up to the next multiple of TOKEN_STEP."""
+    missing = -rows.shape[0] % TOKEN_STEP
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
 def _attend(drafter: Drafter, layout: BlockLayout, attention: AttentionKind, on_gpu: bool) -> Attend:
@@ -98,6 +109,12 @@ def _attend(drafter: Drafter, layout: BlockLayout, attention: AttentionKind, on_
     if attention == "reference" or on_gpu:
         return DenseAttention(drafter.config, layout)
     return DocumentAttention(drafter.config, layout)
+
+
+def _teacher_rows(last_hidden_TH: Tensor | None, place_AK: Tensor) -> Tensor:
+    """The target's rows that predict the tokens at `place_AK`: each stands one place before its token."""
+    assert last_hidden_TH is not None, "kl needs the target's last hidden state"
+    return last_hidden_TH[(place_AK - 1).clamp(max=last_hidden_TH.shape[0] - 1)]
 
 
 def _slot_losses(

@@ -11,13 +11,15 @@ Without `last_hidden`, layers behind the last tap are not run (2 of 36 at Qwen3-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from services.dflash.target_model import Target
 
@@ -107,7 +109,7 @@ class TapCapture:
         """
         assert rows_T.numel() <= buffer.capacity, "the pack is larger than its buffer"
         self._rows_T, self._buffer = rows_T, buffer
-        with torch.inference_mode():
+        with torch.inference_mode(), _positions_never_restart():
             output = self.target.base(input_ids=input_ids, use_cache=False)
             if self.last_hidden:
                 assert buffer.last_hidden is not None, "the buffer has no room for the last hidden state"
@@ -137,6 +139,21 @@ class TapCapture:
     def _copy(self, hidden: Tensor, place_TH: Tensor) -> None:
         assert self._rows_T is not None
         torch.index_select(hidden.flatten(0, 1), 0, self._rows_T, out=place_TH)
+
+
+@contextmanager
+def _positions_never_restart() -> Iterator[None]:
+    """Answers for Transformers a question that it would ask the device, waiting for the answer.
+
+    Without a mask and a cache it looks whether positions restart inside a row (packed sequences); here
+    they never do. One synchronisation a forward would keep the host from running ahead.
+    """
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asked
 
 
 class TapReader:
