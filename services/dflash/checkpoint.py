@@ -8,7 +8,7 @@
 
 The checkpoint's own SHA-256 is that of `state.json`, which fixes all else. Everything is written into
 a hidden sibling, flushed to the disk, and renamed: a folder of this name is whole. No pickle anywhere.
-Cost: one pass to write and hash (about 1 GB/s), one pass to verify on reading.
+Cost on one core: 0.35 GB/s to write, hash and flush, 0.8 GB/s to read and verify.
 """
 
 from __future__ import annotations

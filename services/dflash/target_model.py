@@ -67,6 +67,7 @@ def load_target(
     attention: str = "sdpa",
 ) -> Target:
     """Loads a local folder or hub id. Raises `ModelError` if it is missing, unsafe or no such model."""
+    _check_attention(path, attention)
     with _model_errors(path):
         loader: Any = AutoModelForCausalLM
         model, report = loader.from_pretrained(
@@ -83,6 +84,16 @@ def load_target(
             f"target {path}: no weights for {names[:5]} ({len(names)} tensors); they would be random"
         )
     return wrap_target(model.to(device))
+
+
+def _check_attention(path: str | Path, attention: str) -> None:
+    """Refuses what Transformers would compute differently from every server, without a word."""
+    softcap = getattr(load_text_config(path), "attn_logit_softcapping", None)
+    if softcap and attention == "sdpa":
+        raise ModelError(
+            f'model.attention "sdpa": target {path} caps attention scores at {softcap}, which sdpa leaves '
+            'out; set model.attention = "eager" or "flash_attention_2"'
+        )
 
 
 def wrap_target(model: Any) -> Target:

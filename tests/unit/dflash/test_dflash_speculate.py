@@ -7,10 +7,16 @@ import pytest
 import torch
 from dflash_tiny import FAMILIES
 from dflash_trained import PROMPTS, train_drafter
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ConfigError, ModelError
+from services.config.schema import Config
 from services.dflash.acceptance import Acceptance
-from services.dflash.evaluate import check_fit, evaluate
+from services.dflash.checkpoint import write_checkpoint
+from services.dflash.evaluate import check_fit, evaluate, run_eval
 from services.dflash.export import export_drafter
 from services.dflash.export_check import load_with_zlab, zlab_installed
 from services.dflash.prompts import Prompt
@@ -91,6 +97,28 @@ def test_evaluation_reports_what_was_decoded():
     assert 1 + sum(found["by_position"]) == pytest.approx(found["acceptance_length"])
     assert set(found["acceptance_length_by_domain"]) == {"domain 0", "domain 1"}
     assert result.table().row_count >= 8
+
+
+def test_run_eval_opens_everything_from_disk(tmp_path):
+    target, drafter, *_ = train_drafter("llama")
+    target.model.save_pretrained(tmp_path / "target")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "target")
+    contents = {"weights": drafter.state_dict(), "optimizer": {}, "state": {}, "drafter": drafter.config}
+    write_checkpoint(tmp_path / "ckpt", **contents)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3 w40 w17 w60"}\n{"prompt": "w4 w39 w17 w61"}\n')
+    options = {
+        "model": {"path": str(tmp_path / "target"), "dtype": "float32"},
+        "data": {"path": tmp_path / "none"},
+        "eval": {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 9, "limit": 2},
+    }
+    result = run_eval(tmp_path / "ckpt", Config(**options))
+    expected = [speculate(target, drafter, prompt, max_new_tokens=9, stop_ids=(2,)) for prompt in PROMPTS[:2]]
+    assert [answer.tokens for answer in result.drafted] == [answer.tokens for answer in expected]
+    assert result.lossless and result.stop_ids == (2,)
+    with pytest.raises(ConfigError, match=r"eval\.prompts"):
+        run_eval(tmp_path / "ckpt", target="somewhere")
 
 
 def test_evaluation_notices_a_target_that_decodes_otherwise(monkeypatch):

@@ -28,7 +28,7 @@ def saved(tmp_path, family, **options):
 def test_embedding_and_head_alone_equal_the_loaded_models(tmp_path, family, shards):
     folder, model = saved(tmp_path, family, max_shard_size=shards)
     assert (folder / "model.safetensors.index.json").exists() == (shards == "20KB")
-    target = load_target(folder)
+    target = load_target(folder, attention="eager" if family == "gemma2" else "sdpa")
     embedding, head = load_embedding_and_head(folder)
     assert torch.equal(embedding, model.get_input_embeddings().weight)
     assert torch.equal(head.weight_VH, model.get_output_embeddings().weight)
@@ -38,6 +38,12 @@ def test_embedding_and_head_alone_equal_the_loaded_models(tmp_path, family, shar
     assert torch.equal(target.head.weight_VH, head.weight_VH)
     assert load_text_config(folder).num_hidden_layers == 7 == len(target.layers)
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_sdpa_is_refused_where_it_would_leave_out_a_cap(tmp_path):
+    folder, _ = saved(tmp_path, "gemma2")
+    with pytest.raises(ModelError, match=r"50.0, which sdpa leaves out"):
+        load_target(folder)
 
 
 def test_types_are_converted(tmp_path):
