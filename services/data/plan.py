@@ -8,7 +8,7 @@ before. Batches hold samples of one bucket, so the target pads little; their rea
 the budget and never exceed it, so packs are of even size. Random keys are raw Philox output, a
 stream that numpy promises never to change, sorted stably: same plan on every machine and version.
 
-    a million samples, budget 4096   0.8 s an epoch, batches 88 % full; budget 16384: 0.7 s, 98 %
+    a million samples, budget 4096   1.1 s an epoch, batches 88 % full; budget 16384: 0.7 s, 98 %
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _fill(samples: list[int], lengths: list[int], token_budget: int, rows: int) 
 class Schedule:
     """Which steps there are, and which plan positions each takes: `packs_per_step` of one epoch.
 
-    The last step of an epoch may be short. Step counts need every epoch's plan once (0.8 s an epoch
+    The last step of an epoch may be short. Step counts need every epoch's plan once (1.1 s an epoch
     of a million samples, at the first use of `total_steps`); two plans are kept.
     """
 
