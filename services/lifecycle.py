@@ -73,6 +73,11 @@ def arena_folder(config: Config) -> Path:
     return config.arena.dir / f"{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
 
 
+def control_endpoint(config: Config) -> str:
+    """`coordinator.endpoint`, or the socket in the run's folder in memory."""
+    return config.coordinator.endpoint or f"ipc://{arena_folder(config).resolve() / 'control'}"
+
+
 def new_incarnation(role: str) -> str:
     """A name that no process had before: `target-3f9c51e0a7b2`."""
     return f"{role}-{secrets.token_hex(6)}"

@@ -24,7 +24,7 @@ from typing import Any
 import zmq
 
 from protocol.codec import decode, encode
-from protocol.errors import DecodeError, Fenced, PeerGone
+from protocol.errors import DecodeError, DraftmillError, Fenced, PeerGone
 from protocol.messages import (
     Bye,
     DrafterHello,
@@ -59,11 +59,16 @@ class Link:
         *,
         heartbeat_s: float = 1.0,
         inbox: str | None = None,
+        patience_s: float = 60.0,
         keys: Any = None,
         insecure: bool = False,
     ) -> None:
-        """`hello` is repeated under fresh sequence numbers; `inbox` (ipc://) is bound for a drafter."""
+        """`hello` is repeated under fresh sequence numbers; `inbox` (ipc://) is bound for a drafter.
+
+        Without a Welcome within `patience_s` the role is told to leave: there may be no run any more.
+        """
         self._hello, self._heartbeat_s = hello, heartbeat_s
+        self._patience_s, self._started_s = patience_s, time.monotonic()
         self._context = new_context()
         self._inbox = router(self._context, inbox) if inbox else None
         self._control = dealer(self._context, endpoint, keys=keys, insecure=insecure)
@@ -87,6 +92,7 @@ class Link:
     # ---- for the role -------------------------------------------------------------------------
 
     def start(self) -> Link:
+        self._started_s = time.monotonic()
         self._thread.start()
         return self
 
@@ -100,7 +106,7 @@ class Link:
                     raise Fenced(f"the coordinator refused this process: {self._exit.reason}")
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._change.wait(left_s):
-                    raise PeerGone(f"no coordinator answered within {timeout_s:g} s; is it running?")
+                    raise PeerGone(self._no_answer())
             return self._welcome
 
     @property
@@ -111,6 +117,16 @@ class Link:
     @property
     def exit(self) -> Exit | None:
         return self._exit
+
+    def why_refused(self) -> DraftmillError:
+        """The error for an exit that is not the run's end: PeerGone without a coordinator, else Fenced."""
+        reason = self._exit.reason if self._exit else "not sent away"
+        if self._welcome is None and reason == self._no_answer():
+            return PeerGone(reason)
+        return Fenced(f"the coordinator sent this {self._hello.role} away: {reason}")
+
+    def _no_answer(self) -> str:
+        return f"no coordinator answered within {self._patience_s:g} s; is it running?"
 
     @property
     def version(self) -> int:
@@ -198,6 +214,9 @@ class Link:
         self._say(Bye(incarnation=self._hello.incarnation, seq=self._next_seq(), reason=self._bye))
 
     def _beat(self) -> None:
+        if self._welcome is None and time.monotonic() - self._started_s > self._patience_s:
+            leave = Exit(incarnation=self._hello.incarnation, finished=False, reason=self._no_answer())
+            self._from_coordinator(leave)
         if self._welcome is None or self._inventory is None:
             self._say_hello()  # a member that still loads its model is not silent
         else:

@@ -283,7 +283,7 @@ class Coordinator:
             log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
         if self.saving is not None and self.saving.incarnation == member.incarnation:
             self.saving = None
-        if member.complete is None:
+        if member.complete is None and "adopt: " in error:
             self._give_up(f"drafter {member.index} could not load its state: {error}", now_s)
 
     def bye(self, bye: Bye, now_s: float) -> None:

@@ -40,7 +40,14 @@ from services.coordinator.orders import OrderBook
 from services.coordinator.sizing import devices, identity_and_size
 from services.coordinator.status import snapshot
 from services.data.dataset import Dataset
-from services.lifecycle import ExitCode, Watchdog, arena_folder, new_incarnation, stop_on_signals
+from services.lifecycle import (
+    ExitCode,
+    Watchdog,
+    arena_folder,
+    control_endpoint,
+    new_incarnation,
+    stop_on_signals,
+)
 
 log = logging.getLogger(__name__)
 
@@ -267,11 +274,6 @@ class Server:
 def arena_bytes(folder: Path) -> int:
     """Bytes of the arena files in the run's folder in memory."""
     return sum(file.stat().st_size for file in folder.glob("*.arena"))
-
-
-def control_endpoint(config: Config) -> str:
-    """`coordinator.endpoint`, or the socket in the run's folder in memory."""
-    return config.coordinator.endpoint or f"ipc://{arena_folder(config).resolve() / 'control'}"
 
 
 def main(config: Config) -> ExitCode:

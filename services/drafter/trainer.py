@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from protocol.errors import CheckpointError, Fenced, GroupBroken
+from protocol.errors import CheckpointError, Fenced, GroupBroken, PeerGone
 from protocol.keys import load_client_keys
 from protocol.messages import (
     Adopt,
@@ -50,7 +50,14 @@ from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, Standin
 from services.drafter.saver import Saver, Unsaved
 from services.drafter.start import Started, device_of, hello, initial_weights, start
 from services.drafter.step import Outcome
-from services.lifecycle import ExitCode, Watchdog, arena_folder, hold_lock, stop_on_signals
+from services.lifecycle import (
+    ExitCode,
+    Watchdog,
+    arena_folder,
+    control_endpoint,
+    hold_lock,
+    stop_on_signals,
+)
 from services.link import Link
 from services.transport.reader import SlotReader
 
@@ -66,7 +73,7 @@ def main(config: Config, incarnation: str, index: int | None = None) -> ExitCode
 
     Raises:
         ConfigError, ModelError, DataError: before the coordinator hears of this drafter.
-        Fenced: the coordinator sent it away.
+        Fenced: the coordinator sent it away. PeerGone: none answered.
         CorruptPack: a slot that should hold a pack holds something else.
     """
     started = start(config, device_of(config, index))
@@ -75,15 +82,20 @@ def main(config: Config, incarnation: str, index: int | None = None) -> ExitCode
     inbox = f"ipc://{folder.resolve() / incarnation}.inbox"
     keys = config.coordinator.keys
     link = Link(
-        config.coordinator.endpoint or f"ipc://{folder.resolve() / 'control'}",
+        control_endpoint(config),
         hello(config, started, incarnation, index, inbox),
         heartbeat_s=config.coordinator.heartbeat_s,
+        patience_s=config.coordinator.silence_s,
         inbox=inbox,
         keys=load_client_keys(Path(keys)) if keys else None,
         insecure=config.coordinator.insecure,
     )
     trainer = DrafterTrainer(config, incarnation, started, link, folder, stop_on_signals(link.wake))
-    code = trainer.train()
+    try:
+        code = trainer.train()
+    except (Fenced, PeerGone):
+        lock.release(unlink=True)  # everything else is released already
+        raise
     lock.release(unlink=True)
     return code
 
@@ -193,7 +205,7 @@ class DrafterTrainer:
         if exit_ is None:
             return ExitCode.STOPPED
         if not exit_.finished:
-            raise Fenced(f"the coordinator sent this drafter away: {exit_.reason}")
+            raise self.link.why_refused()
         return ExitCode.FINISHED
 
     # ---- state --------------------------------------------------------------------------------

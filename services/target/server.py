@@ -15,13 +15,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from protocol.errors import Fenced
+from protocol.errors import Fenced, PeerGone
+from protocol.keys import load_client_keys
 from protocol.messages import Stamp, TargetOrders
 from services.config.schema import Config
-from services.lifecycle import ExitCode, Watchdog, arena_folder, hold_lock, stop_on_signals
+from services.lifecycle import (
+    ExitCode,
+    Watchdog,
+    arena_folder,
+    control_endpoint,
+    hold_lock,
+    stop_on_signals,
+)
 from services.link import Link
 from services.target.batch import HostBatch, gather
 from services.target.board import Board, Job, Outcome
@@ -39,7 +48,7 @@ def main(config: Config, incarnation: str, index: int | None = None) -> ExitCode
 
     Raises:
         ConfigError, ModelError, DataError: before the coordinator hears of this target.
-        Fenced: the coordinator sent it away.
+        Fenced: the coordinator sent it away. PeerGone: none answered.
     """
     return join_run(config, start(config, device_of(config, index)), incarnation, index)
 
@@ -50,13 +59,19 @@ def join_run(config: Config, started: Started, incarnation: str, index: int | No
     lock = hold_lock(folder, incarnation)
     writer = open_slots(config, started, folder, incarnation)
     link = Link(
-        config.coordinator.endpoint or f"ipc://{folder / 'control'}",
+        control_endpoint(config),
         hello(writer, incarnation, index, run_fingerprint(config, started)),
         heartbeat_s=config.coordinator.heartbeat_s,
+        patience_s=config.coordinator.silence_s,
+        keys=load_client_keys(Path(config.coordinator.keys)) if config.coordinator.keys else None,
         insecure=config.coordinator.insecure,
     )
     server = TargetServer(config, incarnation, started, writer, link, stop_on_signals(link.wake))
-    code = server.serve()
+    try:
+        code = server.serve()
+    except (Fenced, PeerGone):
+        lock.release(unlink=True)  # everything else is released already
+        raise
     lock.release(unlink=True)
     return code
 
@@ -145,7 +160,7 @@ class TargetServer:
         if exit_ is None:
             return ExitCode.STOPPED
         if not exit_.finished:
-            raise Fenced(f"the coordinator sent this target away: {exit_.reason}")
+            raise self.link.why_refused()
         return ExitCode.FINISHED
 
     # ---- thread forward -----------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Real runs on a tiny random model: real processes, sockets, files and kills.
 
-A run of 40 samples over two epochs takes a few seconds; each role takes about 4 s to start, which is
+A run of 160 samples over two epochs takes a few seconds; each role takes about 4 s to start, which is
 Python importing torch. Every process has one thread.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from services.data.writer import write_dataset
 from services.lifecycle import arena_folder
 
 DEADLINE_S = 120.0
+NEWEST = "(SELECT max(timeline) FROM timelines)"
 
 CONFIG = """
 [run]
@@ -43,7 +46,7 @@ bucket_edges = [16, 32]
 packs_per_step = 3
 [target]
 count = {targets}
-slots = 4
+slots = 6
 threads = 1
 self_check = false
 [drafter]
@@ -67,6 +70,7 @@ checksum = "always"
 [coordinator]
 http_port = 0
 heartbeat_s = 0.2
+silence_s = 10.0
 [checkpoint]
 every_steps = 4
 [profile]
@@ -89,7 +93,7 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def write_data(folder: Path, *, rows: int = 40, seed: int = 5) -> Path:
+def write_data(folder: Path, *, rows: int = 160, seed: int = 5) -> Path:
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(rows):
@@ -109,11 +113,13 @@ class Run:
         targets: int = 2, drafters: int = 1, draws: int = 1, extra: str = "",
     ) -> None:  # fmt: skip
         self.targets, self.drafters = targets, drafters
+        # a socket's path must be short, and an arena is in memory
+        self.arena = Path(tempfile.mkdtemp(prefix="draftmill-", dir="/dev/shm"))
         self.dir = root / name
         self.dir.mkdir(parents=True, exist_ok=True)
         self.file = self.dir.with_suffix(".toml")
         text = CONFIG.format(
-            run=self.dir, model=model, data=data, arena=root / "arena", targets=targets, drafters=drafters,
+            run=self.dir, model=model, data=data, arena=self.arena, targets=targets, drafters=drafters,
             draws=draws,
         )  # fmt: skip
         self.file.write_text(text + extra)
@@ -150,6 +156,7 @@ class Run:
         for process in self.processes.values():
             process.kill()
             process.wait(DEADLINE_S)
+        shutil.rmtree(self.arena)
 
     def log(self, name: str) -> str:
         return (self.dir / f"{name}.log").read_text()
@@ -164,6 +171,8 @@ class Run:
             while not until():
                 if revive:
                     self.revive()
+                failed = [n for n, p in self.processes.items() if (p.poll() or 0) > 0]
+                assert revive or not failed, f"{what}: {failed} ended with an error\n{self.tails()}"
                 assert time.monotonic() < deadline_s, f"{what}: not within {DEADLINE_S} s\n{self.tails()}"
                 try:
                     pause.wait(0.05)
@@ -199,7 +208,7 @@ class Run:
                 db.rollback()
 
     def committed_steps(self) -> int:
-        rows = self.query("SELECT max(step) FROM steps WHERE timeline = (SELECT max(timeline) FROM timelines)")
+        rows = self.query(f"SELECT max(step) FROM steps WHERE timeline = {NEWEST}")
         return 0 if not rows or rows[0][0] is None else rows[0][0] + 1
 
     def finished(self) -> bool:
@@ -210,7 +219,7 @@ class Run:
 
     def final_weights(self) -> str:
         """sha256 over the weights of the last recorded checkpoint."""
-        rows = self.query("SELECT name FROM checkpoints WHERE deleted = 0 ORDER BY step DESC, timeline DESC LIMIT 1")
+        rows = self.query("SELECT name FROM checkpoints WHERE deleted = 0 ORDER BY step DESC LIMIT 1")
         file = self.dir / "checkpoints" / rows[0][0] / "model.safetensors"
         return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -230,7 +239,7 @@ class Run:
         assert (result["batches_without_outcome"], result["batches_duplicated"]) == (0, 0)
         assert result["samples_committed"] == result["samples_total"] and result["samples_failed"] == 0
         duplicated = self.query(
-            "SELECT epoch, batch FROM outcomes WHERE timeline = (SELECT max(timeline) FROM timelines) "
+            f"SELECT epoch, batch FROM outcomes WHERE timeline = {NEWEST} "
             "GROUP BY epoch, batch HAVING count(*) > 1"
         )
         assert duplicated == []
