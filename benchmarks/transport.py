@@ -46,6 +46,7 @@ MIB = 1 << 20
 SIZES_MIB = (1, 16, 128)
 WORKING_SET_BYTES = 192 * MIB
 IN_FLIGHT = 3
+PATIENCE_S = 120  # for a drafter that may have died
 FEATURES = 4096
 CPU = torch.device("cpu")
 
@@ -126,9 +127,10 @@ class Bench:
         drafter = Drafter(folder, self._orders, self._packs, self._done)
         self._process = context.Process(target=drafter.run)
         self._process.start()
-        assert self._done.get(timeout=120) == "bound"
+        assert self._done.get(timeout=PATIENCE_S) == "bound"
         self._context = new_context()
         self._socket = dealer(self._context, f"ipc://{folder}/inbox")
+        self._socket.set(zmq.RCVTIMEO, PATIENCE_S * 1000)
 
     def close(self) -> None:
         self._orders.put(None)
@@ -172,12 +174,12 @@ class Bench:
         """Seconds by the clock and of processor time that a pack takes."""
         if order:
             self._orders.put((order, size, count))
-            assert self._done.get(timeout=120) == "ready"
+            assert self._done.get(timeout=PATIENCE_S) == "ready"
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         way()
         clock_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
         if order:
-            cpu_s += self._done.get(timeout=120)
+            cpu_s += self._done.get(timeout=PATIENCE_S)
         return clock_s / count, cpu_s / count
 
     def _slots(self, packs: list[dict[str, Tensor]], count: int, in_flight: int) -> None:
@@ -196,7 +198,7 @@ class Bench:
         for number in range(count):
             source = packs[number % len(packs)]["features"]
             self._packs.put(torch.empty_like(source).share_memory_().copy_(source))
-            assert self._done.get() == "got"
+            assert self._done.get(timeout=PATIENCE_S) == "got"
 
 
 def _copies(packs: list[dict[str, Tensor]], private: list[Tensor], count: int) -> None:
