@@ -30,7 +30,7 @@ from services.lifecycle import ExitCode, exit_code, exit_on_thread_failure, leav
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of options", show_default=False)]
-_WITHOUT_OPTIONS = {"export", "inspect", "keys"}
+_WITHOUT_OPTIONS = {"export", "inspect", "keys", "metrics"}
 
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
 Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: any vacant one")]
@@ -296,6 +296,14 @@ def show_config(
             for path, value, origin in current_values(load(config, context.obj, needs=[]))
         ]
     )
+
+
+@app.command()
+def metrics() -> None:
+    """Print docs/metrics.md: every metric that the coordinator serves."""
+    from services.coordinator.metrics import metrics_markdown
+
+    typer.echo(metrics_markdown(), nl=False)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Prometheus metrics of the whole run, from the coordinator's snapshot: one endpoint, no stale series.
 
 A collector builds every family anew from the newest snapshot, so the series of a dead role are gone
-with it. `FAMILIES` is also the metrics reference (docs/metrics.md is generated from it).
+with it. `FAMILIES` is also the metrics reference (docs/metrics.md is made from it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 class Family(NamedTuple):
-    name: str  # without the counter's _total
+    name: str  # without the counter's _total; a unit other than a count is its last word
     kind: Literal["counter", "gauge"]
     meaning: str
     labels: tuple[str, ...]
@@ -67,14 +67,38 @@ def _state(snapshot: Snapshot) -> Samples:
     return [((state,), float(state == snapshot["state"])) for state in states]
 
 
+def _known(key: str) -> Callable[[Snapshot], Samples]:
+    """A figure that may be unknown as yet: no series then."""
+    return lambda s: [] if s[key] is None else [((), float(s[key]))]
+
+
 def _last_commit(snapshot: Snapshot) -> Samples:
     age_s = snapshot["counters"]["last_commit_age_s"]
     return [] if age_s is None else [((), float(age_s))]
 
 
+def _arena(key: str) -> Callable[[Snapshot], Samples]:
+    return lambda s: [((), float(s["arena"][key]))] if s["arena"] else []
+
+
+def _restarts(snapshot: Snapshot) -> Samples:
+    """`joins` is by "target 0"; the first incarnation of a place is no restart."""
+    for place, joins in snapshot["counters"]["joins"].items():
+        role, _, index = place.partition(" ")
+        yield (role, index), float(joins - 1)
+
+
+def _waiting(snapshot: Snapshot) -> Samples:
+    return [((r["role"], str(r["index"]), r["waits_for"]), 1.0) for r in snapshot["roles"] if r["waits_for"]]
+
+
 ROLE = ("role", "index", "device")
 
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "draftmill_run_info", "gauge", "always 1; names the run",
+        ("run",), lambda s: [((s["run"],), 1.0)],
+    ),
     Family("draftmill_run_state", "gauge", "1 for the state the run is in", ("state",), _state),
     Family(
         "draftmill_step", "gauge", "committed optimizer steps on the current timeline",
@@ -100,6 +124,18 @@ FAMILIES: tuple[Family, ...] = (
         ("state",), _map(lambda s: s["batches"]),
     ),
     Family(
+        "draftmill_batches_failed", "gauge", "failed batches by cause: non_finite, poison, other",
+        ("cause",), _map(lambda s: s["failed_by_cause"]),
+    ),
+    Family(
+        "draftmill_batches_without_outcome", "gauge", "after the end: batches without an outcome, must be 0",
+        (), _known("batches_without_outcome"),
+    ),
+    Family(
+        "draftmill_batches_duplicated", "gauge", "after the end: outcomes beyond one a batch, must be 0",
+        (), _known("batches_duplicated"),
+    ),
+    Family(
         "draftmill_in_flight_packs", "gauge", "packs between order and outcome",
         (), _value("in_flight_packs"),
     ),
@@ -113,6 +149,24 @@ FAMILIES: tuple[Family, ...] = (
         _value("in_flight_cap_bytes"),
     ),
     Family("draftmill_slots", "gauge", "slots of all living targets", (), _counter("slots")),
+    Family(
+        "draftmill_slots_used", "gauge", "slots that hold or will hold a pack",
+        (), _counter("slots_used"),
+    ),
+    Family(
+        "draftmill_credits", "gauge", "batches that the targets could be given now", (), _counter("credits")
+    ),
+    Family(
+        "draftmill_arena_bytes", "gauge", "size of the arenas of this run in memory", (), _arena("used")
+    ),
+    Family(
+        "draftmill_arena_free_bytes", "gauge", "free in the file system that holds arenas",
+        (), _arena("free"),
+    ),
+    Family(
+        "draftmill_arena_limit_bytes", "gauge", "size of the file system that holds arenas",
+        (), _arena("limit"),
+    ),
     Family(
         "draftmill_capped", "gauge", "1 while the in-flight cap holds back assignments",
         (), _counter("capped"),
@@ -149,8 +203,16 @@ FAMILIES: tuple[Family, ...] = (
         ("role",), _map(lambda s: s["counters"]["deaths"]),
     ),
     Family(
-        "draftmill_role_restarts", "gauge", "incarnations beyond the first of each place",
-        (), _value("restarts"),
+        "draftmill_role_restarts", "counter", "incarnations beyond the first of each place",
+        ("role", "index"), _restarts,
+    ),
+    Family(
+        "draftmill_role_recovery_seconds", "gauge", "from the last death in a place to its next report",
+        ("role",), _map(lambda s: s["counters"]["recovery_s"]),
+    ),
+    Family(
+        "draftmill_roles_wanted", "gauge", "places of the run: how many roles should live",
+        ("role",), _map(lambda s: s["places"]),
     ),
     Family(
         "draftmill_role_up", "gauge", "1 for every living role, 0 while it starts",
@@ -159,6 +221,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "draftmill_role_silent_seconds", "gauge", "since the role's last message",
         ROLE, _roles(lambda r: r["silent_s"]),
+    ),
+    Family(
+        "draftmill_role_waiting", "gauge", "1 for what a role waits for most of its time, if it waits",
+        ("role", "index", "reason"), _waiting,
     ),
     Family(
         "draftmill_role_tokens", "counter", "real tokens processed by this incarnation",
@@ -186,7 +252,63 @@ FAMILIES: tuple[Family, ...] = (
         "draftmill_accuracy_ratio", "gauge", "drafted tokens that equal the label",
         (), _metric("accuracy"),
     ),
+    Family(
+        "draftmill_accepted_tokens", "gauge", "leading drafted tokens of a block that equal the labels",
+        (), _metric("accepted"),
+    ),
+    Family(
+        "draftmill_gpu_utilization_ratio", "gauge", "share of the last second in which a kernel ran",
+        ROLE, _total("gpu_utilization_ratio"),
+    ),
+    Family(
+        "draftmill_gpu_memory_used_bytes", "gauge", "memory in use on the GPU, by all processes",
+        ROLE, _total("gpu_memory_used_bytes"),
+    ),
+    Family(
+        "draftmill_gpu_memory_limit_bytes", "gauge", "memory of the GPU",
+        ROLE, _total("gpu_memory_limit_bytes"),
+    ),
+    Family(
+        "draftmill_gpu_power_watts", "gauge", "power draw of the GPU",
+        ROLE, _total("gpu_power_watts"),
+    ),
+    Family(
+        "draftmill_gpu_temperature_celsius", "gauge", "temperature of the GPU",
+        ROLE, _total("gpu_temperature_celsius"),
+    ),
 )  # fmt: skip
+
+_HEAD = """# Metrics
+
+Generated by `draftmill metrics` from the code; a test fails when it lags. The coordinator serves
+all of them at `/metrics`, in Prometheus' text format. Series of a role vanish with its incarnation; counters
+of a role start at 0 with each. Figures that nobody has reported yet have no series; those of a GPU exist
+where `nvidia-ml-py` is installed (extra `gpu`).
+
+| metric | type | unit | labels | meaning |
+|---|---|---|---|---|
+"""
+_UNITS = ("seconds", "bytes", "tokens", "ratio", "watts", "celsius", "packs", "steps")
+
+
+def exposed_name(family: Family) -> str:
+    """As it is scraped and queried."""
+    return family.name + ("_total" if family.kind == "counter" else "")
+
+
+def metrics_markdown() -> str:
+    """docs/metrics.md"""
+    rows = [
+        f"| `{exposed_name(f)}` | {f.kind} | {unit(f)} | {', '.join(f.labels)} | {f.meaning} |"
+        for f in FAMILIES
+    ]
+    return _HEAD + "\n".join(rows) + "\n"
+
+
+def unit(family: Family) -> str:
+    """The last word of a name, if it is one; "" is a plain number."""
+    word = family.name.rpartition("_")[2]
+    return word if word in _UNITS else ""
 
 
 class RunCollector(Collector):

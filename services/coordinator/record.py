@@ -40,6 +40,8 @@ class Record:
         self.commit_times: deque[float] = deque(maxlen=64)
         self.latest: StepMetrics | None = None
         self._new_metrics: list[StepMetrics] = []
+        self.recovery_s: dict[str, float] = {}  # by role: from the last death of a place to its next report
+        self._vacant_since_s: dict[tuple[str, int], float] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._errors: dict[str, str] = {}
 
@@ -54,8 +56,16 @@ class Record:
         self.event(now_s, f"{member.role} {member.index} joined as {member.incarnation}")
 
     def left(self, now_s: float, name: str, reason: str) -> None:
-        self.deaths[self._places.get(name, (name.split("-")[0], 0))[0]] += 1
+        place = self._places.get(name, (name.split("-")[0], 0))
+        self.deaths[place[0]] += 1
+        self._vacant_since_s.setdefault(place, now_s)
         self.event(now_s, f"{name} is gone: {reason}")
+
+    def ready(self, now_s: float, member: TargetMember | DrafterMember) -> None:
+        """The first report of an incarnation: its place works again."""
+        since_s = self._vacant_since_s.pop((member.role, member.index), None)
+        if since_s is not None:
+            self.recovery_s[member.role] = now_s - since_s
 
     @property
     def restarts(self) -> int:

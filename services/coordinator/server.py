@@ -38,7 +38,7 @@ from services.coordinator.http import Board, StatusServer
 from services.coordinator.ledger import Ledger
 from services.coordinator.orders import OrderBook
 from services.coordinator.sizing import devices, identity_and_size
-from services.coordinator.status import snapshot
+from services.coordinator.status import ArenaSpace, snapshot
 from services.data.dataset import Dataset
 from services.lifecycle import (
     ExitCode,
@@ -70,6 +70,7 @@ class Server:
         self.board = Board(on_stop=self.ask_stop)
         self._started_s = self._last_s = time.monotonic()
         self._next_probe_s = self._next_status_s = self._next_exit_s = 0.0
+        self._audit: tuple[int, int] | None = None
         self._metrics_file = (config.run.dir / "metrics.jsonl").open("a", buffering=1)
 
     def ask_stop(self) -> None:
@@ -194,8 +195,9 @@ class Server:
         self._next_status_s = now_s + STATUS_S
         self._retire_checkpoints()
         self.board.snapshot = snapshot(
-            self.core, name=self._config.run.dir.name, now_s=now_s, started_s=self._started_s
-        )
+            self.core, name=self._config.run.dir.name, now_s=now_s, started_s=self._started_s,
+            arena=arena_space(self._folder), audit=self._audit,
+        )  # fmt: skip
         self.board.unhealthy = self._unhealthy(now_s)
 
     def _unhealthy(self, now_s: float) -> str:
@@ -244,15 +246,13 @@ class Server:
     def _conclude(self) -> None:
         """The accounting of the whole run, from the ledger, to the log and to `run.dir/result.json`."""
         core, now_s = self.core, time.monotonic()
-        lost, duplicated = core.ledger.audit(core.batches_per_epoch())
+        self._audit = core.ledger.audit(core.batches_per_epoch())
         self._next_status_s = 0.0
         self._show(now_s)
         swept = sweep(self._folder)
         result = dict(self.board.snapshot or {})
         result |= {
             "failures": [{"batch": list(b), "reason": r} for b, r in core.ledger.failures()],
-            "batches_without_outcome": lost,
-            "batches_duplicated": duplicated,
             "arena_bytes_left": arena_bytes(self._folder),
         }
         write_durably(self._config.run.dir / "result.json", json.dumps(result, indent=1).encode())
@@ -263,8 +263,8 @@ class Server:
                 "samples": core.record.samples_total,
                 "committed": result["samples_committed"],
                 "failed": result["samples_failed"],
-                "lost_batches": lost,
-                "duplicated_batches": duplicated,
+                "lost_batches": result["batches_without_outcome"],
+                "duplicated_batches": result["batches_duplicated"],
                 "swept_bytes": swept.freed_bytes,
                 "arena_bytes_left": result["arena_bytes_left"],
             },
@@ -274,6 +274,13 @@ class Server:
 def arena_bytes(folder: Path) -> int:
     """Bytes of the arena files in the run's folder in memory."""
     return sum(file.stat().st_size for file in folder.glob("*.arena"))
+
+
+def arena_space(folder: Path) -> ArenaSpace:
+    """What the run takes, and what its file system has; 10 us."""
+    system = os.statvfs(folder)
+    size = system.f_frsize
+    return ArenaSpace(arena_bytes(folder), system.f_bavail * size, system.f_blocks * size)
 
 
 def main(config: Config) -> ExitCode:

@@ -6,7 +6,7 @@ need no lock. 0.2 ms with eight roles.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.members import DrafterMember, TargetMember
@@ -15,11 +15,32 @@ from services.coordinator.record import Record
 SHOWN_EVENTS = 20
 
 
-def snapshot(core: Coordinator, *, name: str, now_s: float, started_s: float) -> dict[str, Any]:
-    """The `/status` document. Rates are over the last 20 s; all times are seconds."""
+class ArenaSpace(NamedTuple):
+    """What the run's arenas take of their file system, in bytes; `limit` and `free` are the file system's."""
+
+    used: int
+    free: int
+    limit: int
+
+
+def snapshot(
+    core: Coordinator,
+    *,
+    name: str,
+    now_s: float,
+    started_s: float,
+    arena: ArenaSpace | None = None,
+    audit: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """The `/status` document. Rates are over the last 20 s; all times are seconds.
+
+    `audit` is the ledger's (batches without outcome, duplicated ones), None until the run has ended: it reads
+    every outcome.
+    """
     accounting, record, caps = core.ledger.accounting(), core.record, core.config.coordinator
     last_step = max(0, min(core.step, core.schedule.total_steps - 1))
     values = record.latest.values if record.latest else {}
+    lost, duplicated = audit or (None, None)
     return {
         "run": name,
         "state": _state(core),
@@ -45,12 +66,17 @@ def snapshot(core: Coordinator, *, name: str, now_s: float, started_s: float) ->
         "eta_s": _eta_s(core, record),
         "wall_s": now_s - started_s,
         "restarts": record.restarts,
+        "arena": arena._asdict() if arena else None,
+        "batches_without_outcome": lost,
+        "batches_duplicated": duplicated,
+        "failed_by_cause": _failed_by_cause(core, accounting.failed_batches),
         "roles": [_role(core, member, now_s) for member in core.members],
         "events": [{"at": e.at_unix_s, "text": e.text} for e in list(record.events)[-SHOWN_EVENTS:]],
         "checkpoints": [
             {"timeline": row.at.timeline, "step": row.at.step, "name": row.name}
             for row in core.ledger.checkpoints()
         ],
+        "places": {"target": core.config.target.count, "drafter": core.config.drafter.count},
         "counters": _counters(core, now_s),
     }
 
@@ -76,6 +102,25 @@ def _batches(core: Coordinator, committed: int, failed: int) -> dict[str, int]:
         "committed": committed,
         "failed": failed,
     }
+
+
+def _failed_by_cause(core: Coordinator, failed: int) -> dict[str, int]:
+    """The ledger's reasons, in three words; it is asked only when there is something to tell."""
+    causes = {"non_finite": 0, "poison": 0, "other": 0}
+    for _, reason in core.ledger.failures() if failed else ():
+        poison = reason.startswith("poison")
+        causes["poison" if poison else "non_finite" if "finite" in reason else "other"] += 1
+    return causes
+
+
+def _credits(core: Coordinator) -> int:
+    """Batches the targets could be given now: free slots, and `assign_ahead` behind the computed one."""
+    ahead, pool = core.config.target.assign_ahead + 1, core.pool
+    return sum(
+        max(0, min(t.slots - pool.slots_used(name), ahead - pool.unfinished(name)))
+        for name, t in core.members.targets.items()
+        if t.report is not None
+    )
 
 
 def _eta_s(core: Coordinator, record: Record) -> float | None:
@@ -127,5 +172,8 @@ def _counters(core: Coordinator, now_s: float) -> dict[str, Any]:
         "deaths": dict(record.deaths),
         "capped": core.placement.capped,
         "slots": sum(t.slots for t in core.members.targets.values()),
+        "slots_used": sum(min(t.slots, core.pool.slots_used(n)) for n, t in core.members.targets.items()),
+        "credits": _credits(core),
+        "recovery_s": dict(record.recovery_s),
         "last_commit_age_s": None if record.last_commit_s is None else now_s - record.last_commit_s,
     }
