@@ -1,5 +1,6 @@
 """What a browser, Prometheus, `draftmill status` and health checks see. Loopback unless set otherwise.
 
+    GET /          the run at a glance: page.html, which draws /status
     GET /metrics   Prometheus text          GET /healthz   200 while there is progress, 503 with the reason
     GET /status    the snapshot, JSON       POST /stop     finish the step, record a checkpoint, leave
 
@@ -12,12 +13,16 @@ import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from protocol.errors import AlreadyRunning
 from services.coordinator.metrics import Snapshot, registry
+
+_POLICY = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+"""The page needs nothing from elsewhere, so a browser may refuse everything from elsewhere."""
 
 
 class Board:
@@ -58,7 +63,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         board = self.board
-        if self.path == "/metrics":
+        if self.path == "/":
+            page = files("services.coordinator").joinpath("page.html").read_bytes()
+            self._answer(200, "text/html; charset=utf-8", page)
+        elif self.path == "/metrics":
             self._answer(200, CONTENT_TYPE_LATEST, generate_latest(board.registry))
         elif self.path == "/healthz":
             self._answer(503 if board.unhealthy else 200, "text/plain", (board.unhealthy or "ok").encode())
@@ -66,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             code = 503 if board.snapshot is None else 200
             self._answer(code, "application/json", json.dumps(board.snapshot).encode())
         else:
-            self._answer(404, "text/plain", b"try /metrics, /healthz or /status")
+            self._answer(404, "text/plain", b"try /, /metrics, /healthz or /status")
 
     def do_POST(self) -> None:
         if self.path == "/stop":
@@ -79,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", _POLICY)
         self.end_headers()
         self.wfile.write(body)
 
