@@ -26,7 +26,12 @@ from services.data.plan import Schedule
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.export import load_zlab
-from services.dflash.target_model import load_embedding_and_head, load_text_config, load_tokenizer
+from services.dflash.target_model import (
+    load_embedding_and_head,
+    load_stop_ids,
+    load_text_config,
+    load_tokenizer,
+)
 from services.drafter.metrics import Phases
 from services.drafter.step import StepGradient
 from services.drafter.weights import Weights
@@ -78,11 +83,16 @@ def start(config: Config, device: torch.device) -> Started:
     dataset = Dataset.open(config.data.path)
     total_steps = Schedule(config, dataset).total_steps
     tokenizer = load_tokenizer(config.model.path) if config.drafter.mask_token_id < 0 else None
-    shape = derive(load_text_config(config.model.path), config.drafter, tokenizer)
+    shape = derive(
+        load_text_config(config.model.path),
+        config.drafter,
+        tokenizer,
+        stop_ids=load_stop_ids(config.model.path),
+    )
     embed_weight_VH, head = load_embedding_and_head(
         config.model.path, dtype=config.drafter.dtype, device=device
     )
-    drafter = Drafter(shape, seed=0)
+    drafter = Drafter(shape, seed=None)  # a state is adopted before anything is trained
     weights = Weights(drafter, config.recipe, device)
     phases = Phases(device)
     step = StepGradient(
