@@ -202,6 +202,8 @@ def _head_shape(config: Any) -> tuple[int, int, int]:
     if getattr(config, "kv_lora_rank", None):
         heads = max(1, config.hidden_size // 128)
         return heads, next(count for count in (8, 4, 2, 1) if heads % count == 0), 128
+    if getattr(config, "is_heterogeneous", False):  # layers differ (Gemma 4): the drafter is like the first
+        config = config.per_layer_config[0]
     heads = config.num_attention_heads
     kv_heads = _first(config, ("num_key_value_heads",), heads)
     return heads, kv_heads, _first(config, ("head_dim",), config.hidden_size // heads)

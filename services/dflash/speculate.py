@@ -81,13 +81,17 @@ class _Decoder:
         self.limit = len(prompt) + max_new_tokens
         self.sequence = list(prompt)
         self.cache = DynamicCache(config=target.model.config)  # type: ignore[arg-type]
-        if crops:  # sliding and recurrent layers then keep what a crop needs, and wait for one each round
+        if crops:  # sliding and convolution layers then keep what a crop needs, and wait for one each round
             self.cache.activate_past_recording()
+        self._crops, self._start = crops, 0
+        self._before: dict[tuple[int, int], Tensor] = {}  # recurrent states as the latest forward found them
 
     def forward(self, ids: Sequence[int], *, last_only: bool = False) -> Tensor:
         """Logits [len(ids) or 1, V] of tokens that follow what the cache holds."""
-        start = self.cache.get_seq_length()
+        start = self._start = self.cache.get_seq_length()
         device = self.target.device
+        if self._crops:
+            self._before = {key: state.clone() for key, state in self._recurrent_states().items()}
         output = self.target.model(
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=torch.arange(start, start + len(ids), device=device)[None],
@@ -98,8 +102,30 @@ class _Decoder:
         return output.logits[0]
 
     def crop(self, tokens: int) -> None:
-        """Keeps the first `tokens` (a negative argument is how many Hugging Face's cache removes)."""
-        self.cache.crop(tokens - self.cache.get_seq_length())
+        """Keeps the first `tokens`, of which the sequence holds those of the latest forward.
+
+        A negative argument is how many tokens Hugging Face's cache removes, from all but recurrent states
+        (gated delta nets, Mamba): nothing can be taken out of those. They are put back to what they were
+        before the latest forward, and the tokens kept go through the target once more.
+        """
+        surplus = self.cache.get_seq_length() - tokens
+        if not surplus or not self._before:
+            self.cache.crop(-surplus)
+            return
+        self.cache.crop(self._start - self.cache.get_seq_length())
+        for key, state in self._recurrent_states().items():
+            state.copy_(self._before[key])
+        self.forward(self.sequence[self._start : tokens])
+        self.cache.crop(0)
+
+    def _recurrent_states(self) -> dict[tuple[int, int], Tensor]:
+        """By layer and place in it; attention and plain convolution layers have none."""
+        return {
+            (layer, place): state
+            for layer, held in enumerate(self.cache.layers)
+            for place, state in getattr(held, "recurrent_states", {}).items()
+            if state is not None
+        }
 
     def choose(self, logits_V: Tensor) -> int:
         if self.sampling is None or self.generator is None:

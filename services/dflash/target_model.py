@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import cached_file
 
 from protocol.errors import ModelError
@@ -68,8 +76,8 @@ def load_target(
 ) -> Target:
     """Loads a local folder or hub id. Raises `ModelError` if it is missing, unsafe or no such model."""
     _check_attention(path, attention)
+    loader = _loader(path)
     with _model_errors(path):
-        loader: Any = AutoModelForCausalLM
         model, report = loader.from_pretrained(
             str(path),
             dtype=torch_dtype(dtype),
@@ -84,6 +92,20 @@ def load_target(
             f"target {path}: no weights for {names[:5]} ({len(names)} tensors); they would be random"
         )
     return wrap_target(model.to(device))
+
+
+def _loader(path: str | Path) -> Any:
+    """The class that loads this configuration: a causal LM, else a vision-language model around one."""
+    with _model_errors(path):
+        kind = type(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ModelError(
+        f"target {path}: {kind.__name__} is no causal language model; drafters are trained for models that "
+        "write text from left to right"
+    )
 
 
 def _check_attention(path: str | Path, attention: str) -> None:
@@ -178,10 +200,13 @@ def load_embedding_and_head(
         return target.embed_weight_VH, target.head
     if any(name.endswith("lm_head.bias") for name in files):
         raise ModelError(f"target {path}: its LM head has a bias, which drafters are served without")
-    embed_weight_VH = _read_tensor(files[embedding], embedding).to(device, torch_dtype(dtype))
-    head_weight_VH = embed_weight_VH
-    if not tied and head is not None:
-        head_weight_VH = _read_tensor(files[head], head).to(device, torch_dtype(dtype))
+    embed_weight_VH = head_weight_VH = _read_tensor(files[embedding], embedding)
+    if head is not None:  # also where the configuration ties them: Transformers does only if they are equal
+        read = _read_tensor(files[head], head)
+        head_weight_VH = embed_weight_VH if tied and torch.equal(read, embed_weight_VH) else read
+    shared = head_weight_VH is embed_weight_VH
+    embed_weight_VH = embed_weight_VH.to(device, torch_dtype(dtype))
+    head_weight_VH = embed_weight_VH if shared else head_weight_VH.to(device, torch_dtype(dtype))
     _, multiplier, softcap = logit_rules(config)
     return embed_weight_VH, FrozenHead(head_weight_VH, multiplier, softcap)
 
