@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +34,8 @@ from protocol.errors import GroupBroken, RetryError
 from protocol.messages import Group, StepAt, StepTry
 
 COLLECTIVE_S = 10.0  # all members have arrived: what lasts longer has lost one
-SLICE_S = 0.2  # how often a wait looks whether it is still wanted
+SLICE_S = 0.2  # how often the watcher of a GPU's group looks whether it is still wanted
+POLL_S = 0.02  # the longest pause between two looks at the store
 BUCKET_ELEMENTS = 16 << 20  # of one collective: bounds its time
 GO, LEAVE = b"go", b"leave"
 
@@ -138,9 +140,8 @@ class Meeting:
         keys = [f"standing/{rank}" for rank in range(len(self.names))]
         with _broken("the store's host was lost"):
             self.store.set(keys[self.rank], standing.encode())
-            while not _arrived(self.store, keys):
-                if not self.wanted(None):
-                    raise GroupBroken("the orders ask for another generation")
+            if not _await_keys(self.store, keys, lambda: self.wanted(None)):
+                raise GroupBroken("the orders ask for another generation")
             return [Standing.decode(self.store.get(key)) for key in keys]
 
     def gather(self, what: str, step_try: StepTry | None) -> bool:
@@ -151,9 +152,8 @@ class Meeting:
         verdict = f"{what}/verdict"
         if self.store.add(f"{what}/count", 1) == len(self.names):
             return self.store.compare_set(verdict, "", GO.decode()) == GO
-        while not _arrived(self.store, [verdict]):
-            if not self.wanted(step_try):
-                return self.store.compare_set(verdict, "", LEAVE.decode()) == GO
+        if not _await_keys(self.store, [verdict], lambda: self.wanted(step_try)):
+            return self.store.compare_set(verdict, "", LEAVE.decode()) == GO
         return self.store.get(verdict) == GO
 
     def forget(self, what: str) -> None:
@@ -163,12 +163,17 @@ class Meeting:
             self.store.delete_key(f"{what}/verdict")
 
 
-def _arrived(store: dist.Store, keys: list[str]) -> bool:
-    """Wait one slice for all `keys`."""
-    try:
-        store.wait(keys, timedelta(seconds=SLICE_S))
-    except dist.DistStoreError:  # the slice is over; a dead store raises DistNetworkError
-        return False
+def _await_keys(store: dist.Store, keys: list[str], wanted: Callable[[], bool]) -> bool:
+    """Wait for all `keys`; False once it is no longer wanted.
+
+    Asks again and again: torch's own wait cannot be ended from outside, and complains on stderr at each of
+    its timeouts. An arrival is noticed late by an eighth of the wait, and by 20 ms at most.
+    """
+    start_s, pause = time.monotonic(), threading.Event()
+    while not store.check(keys):
+        if not wanted():
+            return False
+        pause.wait(min(POLL_S, (time.monotonic() - start_s) / 8))
     return True
 
 
@@ -209,7 +214,7 @@ def _reach(host: str, port: int, wanted: Wanted) -> str:
             with socket.create_connection((host, port), timeout=SLICE_S) as connection:
                 return str(connection.getsockname()[0])
         except OSError:  # its host forms later, or the orders give up on it
-            pause.wait(SLICE_S / 4)
+            pause.wait(POLL_S)
     raise GroupBroken(f"store {host}:{port} was not reached before the orders changed")
 
 
