@@ -3,6 +3,7 @@
 #   make demo    train and evaluate a real drafter on this machine, 8 minutes after the installation
 #   make test    all tests but those that need a GPU
 #   make check   lint, format, types, import direction
+#   make chaos   kill everything at any time and compare the weights: DURATION, SEED, TARGETS, DRAFTERS, ELASTIC
 #   make bench   benchmarks; results as JSON in benchmarks/results
 #   make docs    regenerate the generated pages
 #
@@ -14,7 +15,7 @@ BIN := .venv/bin
 MADE := .venv/.made
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test check bench docs
+.PHONY: demo test check chaos bench docs
 .DELETE_ON_ERROR:
 
 demo: $(MADE)
@@ -28,6 +29,16 @@ check: $(MADE)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/unit/test_imports.py
+
+DURATION ?= 120
+SEED ?= 1
+TARGETS ?= 2
+DRAFTERS ?= 1
+ELASTIC ?= wait
+
+chaos: $(MADE)
+	$(ONE_THREAD) $(BIN)/python tests/process/chaos.py --duration $(DURATION) --seed $(SEED) \
+		--targets $(TARGETS) --drafters $(DRAFTERS) --elastic $(ELASTIC)
 
 bench: $(MADE)
 	for benchmark in benchmarks/*.py; do \

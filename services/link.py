@@ -60,15 +60,19 @@ class Link:
         heartbeat_s: float = 1.0,
         inbox: str | None = None,
         patience_s: float = 60.0,
+        absence_s: float = 300.0,
         keys: Any = None,
         insecure: bool = False,
     ) -> None:
         """`hello` is repeated under fresh sequence numbers; `inbox` (ipc://) is bound for a drafter.
 
-        Without a Welcome within `patience_s` the role is told to leave: there may be no run any more.
+        Without a Welcome within `patience_s`, and later when no coordinator could be reached for
+        `absence_s`, the role is told to leave: there may be no run any more.
         """
         self._hello, self._heartbeat_s = hello, heartbeat_s
-        self._patience_s, self._started_s = patience_s, time.monotonic()
+        self._patience_s, self._absence_s = patience_s, absence_s
+        self._started_s = self._reached_s = time.monotonic()
+        self._deserted = False
         self._context = new_context()
         self._inbox = router(self._context, inbox) if inbox else None
         self._control = dealer(self._context, endpoint, keys=keys, insecure=insecure)
@@ -92,7 +96,7 @@ class Link:
     # ---- for the role -------------------------------------------------------------------------
 
     def start(self) -> Link:
-        self._started_s = time.monotonic()
+        self._started_s = self._reached_s = time.monotonic()
         self._thread.start()
         return self
 
@@ -121,7 +125,7 @@ class Link:
     def why_refused(self) -> DraftmillError:
         """The error for an exit that is not the run's end: PeerGone without a coordinator, else Fenced."""
         reason = self._exit.reason if self._exit else "not sent away"
-        if self._welcome is None and reason == self._no_answer():
+        if self._deserted:
             return PeerGone(reason)
         return Fenced(f"the coordinator sent this {self._hello.role} away: {reason}")
 
@@ -214,13 +218,19 @@ class Link:
         self._say(Bye(incarnation=self._hello.incarnation, seq=self._next_seq(), reason=self._bye))
 
     def _beat(self) -> None:
-        if self._welcome is None and time.monotonic() - self._started_s > self._patience_s:
-            leave = Exit(incarnation=self._hello.incarnation, finished=False, reason=self._no_answer())
-            self._from_coordinator(leave)
+        now_s = time.monotonic()
+        if self._welcome is None and now_s - self._started_s > self._patience_s:
+            self._desert(self._no_answer())
+        elif now_s - self._reached_s > self._absence_s:
+            self._desert(f"no coordinator was reached for {self._absence_s:g} s; the run may be over")
         if self._welcome is None or self._inventory is None:
             self._say_hello()  # a member that still loads its model is not silent
         else:
             self._dirty = True
+
+    def _desert(self, reason: str) -> None:
+        self._deserted = True
+        self._from_coordinator(Exit(incarnation=self._hello.incarnation, finished=False, reason=reason))
 
     def _receive(
         self, socket: zmq.Socket[bytes], handle: Callable[[Message], None], *, skip: int = 0
@@ -306,6 +316,7 @@ class Link:
     def _say(self, message: Message) -> None:
         with contextlib.suppress(zmq.Again):  # no coordinator right now: the next level says it all again
             self._control.send_multipart(encode(message), zmq.NOBLOCK)
+            self._reached_s = time.monotonic()
 
     def _close_sockets(self) -> None:
         self._control.close(linger=1000)

@@ -45,6 +45,12 @@ log = logging.getLogger(__name__)
 POISON_DEATHS = 2
 """Targets that may die in a batch's forward before it is run alone; one more and it is FAILED."""
 
+REGROUP_S = 0.5
+"""Between two generations of the same members, whatever they complain of."""
+
+GROUP_ERROR = "group: "
+"""How a drafter's error begins when its process group broke or did not come about."""
+
 
 @dataclass(frozen=True)
 class PackSize:
@@ -81,7 +87,10 @@ class Coordinator:
         )  # fmt: skip
         self._batches_per_epoch = [len(self.schedule.epoch(e).batches) for e in range(config.run.epochs)]
         self.members = Members(target_devices, drafter_devices)
-        self.world = World(places=len(drafter_devices), elastic=config.drafter.elastic)
+        self.world = World(
+            places=len(drafter_devices), elastic=config.drafter.elastic, salt=str(config.run.dir.absolute())
+        )
+        self._regrouped_s = now_s - REGROUP_S
         self.pool = Pool()
         limits = Limits(
             config.target.assign_ahead, cap.in_flight_cap_packs, cap.in_flight_cap_bytes,
@@ -223,6 +232,8 @@ class Coordinator:
         member.seq, member.heard_s = report.seq, now_s
         member.remember(now_s, report.totals)
         self._awaited.discard(name)
+        if member.report is None:
+            self.record.ready(now_s, member)
         if isinstance(report, TargetReport) and isinstance(member, TargetMember):
             member.report = report
             self._target_reported(member, report, now_s)
@@ -337,7 +348,7 @@ class Coordinator:
         if self.recovering or self.done:
             return
         self._judge(now_s)
-        self._form_world()
+        self._form_world(now_s)
         if not self.failed_reason:
             self._roll_back_if_lost(now_s)
             self._order_checkpoint()
@@ -416,12 +427,31 @@ class Coordinator:
             self.record.aborted(now_s, self.current.step_try, reason)
             self.current = None
 
-    def _form_world(self) -> None:
-        generation = (self.epoch_number << 32) + self._counter
+    def _form_world(self, now_s: float) -> None:
+        broken = self._broken_group() if now_s - self._regrouped_s >= REGROUP_S else ""
+        if broken:
+            self._regrouped_s = now_s
+            self.record.event(now_s, f"generation {self.world.generation} is over: {broken}")
+            self._abort(broken, now_s)
         at_boundary = self.current is None
         ready = [d for d in self.members.drafters.values() if d.report is not None]
-        if self.world.update(ready, at_boundary=at_boundary, generation=generation):
+        if self.world.update(ready, at_boundary=at_boundary, number=self._number, broken=bool(broken)):
             assert self.current is None, "a try outlived its world"
+
+    def _number(self) -> int:
+        """A stamp as one number: orders with a newer stamp speak of this generation or a later one."""
+        return _as_number(self.new_stamp())
+
+    def _broken_group(self) -> str:
+        """Why the generation cannot go on, in a member's words; "" if none that was told of it complains."""
+        for rank in self.world.ranks:
+            member = self.members.drafters.get(rank)
+            report = member.report if member else None
+            if report is None or report.generation is not None or GROUP_ERROR not in report.error:
+                continue
+            if _as_number(report.orders) > self.world.generation:
+                return f"{rank}: {report.error}"
+        return ""
 
     def _roll_back_if_lost(self, now_s: float) -> None:
         """Nobody has the last step's weights any more: continue from the last recorded checkpoint."""
@@ -555,3 +585,7 @@ def _is_complete(drafter: DrafterMember, here: StepAt, last_try: StepTry | None)
     if report.complete == here:
         return True
     return report.vote is not None and report.vote.step_try == last_try and last_try is not None
+
+
+def _as_number(stamp: Stamp) -> int:
+    return (stamp.coordinator_epoch << 32) + stamp.counter

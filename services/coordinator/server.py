@@ -225,7 +225,7 @@ class Server:
         good = code != ExitCode.RUN_FAILED
         reason = core.failed_reason or ("finished" if core.finished else "stopped")
         deadline_s = time.monotonic() + LEAVE_S
-        while time.monotonic() < deadline_s and any(self._lives(m.incarnation) for m in core.members):
+        while time.monotonic() < deadline_s and self._roles_left():
             watchdog.beat()
             now_s = self._now()
             if now_s >= self._next_exit_s:
@@ -237,6 +237,10 @@ class Server:
             self._show(now_s)
         self._conclude()
         return code
+
+    def _roles_left(self) -> bool:
+        """Whether any role's process lives in the run's folder, fenced ones included."""
+        return any(is_alive(lock) for lock in self._folder.glob("*-*.lock") if ".inbox" not in lock.name)
 
     def _code(self) -> ExitCode:
         if self.core.failed_reason:

@@ -1,40 +1,62 @@
 """Which drafters reduce gradients together, and as which rank. Plain decisions.
 
-A generation is one process group: it ends when a member dies, and at a step boundary when a
-newcomer stands ready. `shrink` goes on with whoever is left; `wait` forms no world until every place
-is taken, so that the world size, and with it every bit of the result, stays the same.
+A generation is one process group: it ends when a member dies, when a member says that it broke or did
+not come about, and at a step boundary when a newcomer stands ready. `shrink` goes on with whoever is
+left; `wait` forms no world until every place is taken, so that the world size, and with it every bit of
+the result, stays the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable
 
 from protocol.messages import Group, Member
 from services.coordinator.members import DrafterMember
 
+STORE_PORTS = range(20000, 32000)
+"""Ports of group stores: below the ephemeral ones, so no outgoing connection sits on them."""
+
 
 class World:
-    """The current generation's members by rank."""
+    """The current generation's members by rank. `salt` keeps the stores of two runs apart."""
 
-    def __init__(self, *, places: int, elastic: str) -> None:
-        self._places, self._elastic = places, elastic
+    def __init__(self, *, places: int, elastic: str, salt: str) -> None:
+        self._places, self._elastic, self._salt = places, elastic, salt
         self.ranks: tuple[str, ...] = ()
         self.generation = 0
+        self._store = ""
 
-    def update(self, drafters: Iterable[DrafterMember], *, at_boundary: bool, generation: int) -> bool:
-        """Follow the living drafters; True if a new generation (numbered `generation`) began."""
-        living = tuple(d.incarnation for d in sorted(drafters, key=lambda d: d.index))
-        lost = any(rank not in living for rank in self.ranks)
-        if not lost and (living == self.ranks or not (at_boundary or not self.ranks)):
+    def update(
+        self,
+        drafters: Iterable[DrafterMember],
+        *,
+        at_boundary: bool,
+        number: Callable[[], int],
+        broken: bool = False,
+    ) -> bool:
+        """Follow the living drafters; True if a new generation (numbered by `number`) began."""
+        members = sorted(drafters, key=lambda d: d.index)
+        living = tuple(d.incarnation for d in members)
+        over = broken or any(rank not in living for rank in self.ranks)
+        if not over and (living == self.ranks or not (at_boundary or not self.ranks)):
             return False
         wanted = living if self._elastic == "shrink" or len(living) == self._places else ()
-        if wanted == self.ranks:
+        if wanted == self.ranks and not (broken and wanted):
             return False
-        self.ranks, self.generation = wanted, generation
+        self.ranks, self.generation = wanted, number()
+        self._store = self._store_of(members) if len(wanted) > 1 else ""
         return True
 
     def group(self) -> Group | None:
         if not self.ranks:
             return None
         members = tuple(Member(rank=rank, incarnation=name) for rank, name in enumerate(self.ranks))
-        return Group(generation=self.generation, members=members, store="")
+        return Group(generation=self.generation, members=members, store=self._store)
+
+    def _store_of(self, members: list[DrafterMember]) -> str:
+        """Where the first member is to listen: another port each generation, as the last may be taken."""
+        hosts = [member.hello.host for member in members if member.hello]
+        digest = hashlib.sha256(f"{self._salt} {self.generation}".encode()).digest()
+        port = STORE_PORTS[int.from_bytes(digest[:4], "big") % len(STORE_PORTS)]
+        return f"{'127.0.0.1' if len(set(hosts)) == 1 else hosts[0]}:{port}"

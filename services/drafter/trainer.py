@@ -86,6 +86,7 @@ def main(config: Config, incarnation: str, index: int | None = None) -> ExitCode
         hello(config, started, incarnation, index, inbox),
         heartbeat_s=config.coordinator.heartbeat_s,
         patience_s=config.coordinator.silence_s,
+        absence_s=config.watch.stuck_s,
         inbox=inbox,
         keys=load_client_keys(Path(keys)) if keys else None,
         insecure=config.coordinator.insecure,

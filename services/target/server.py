@@ -63,6 +63,7 @@ def join_run(config: Config, started: Started, incarnation: str, index: int | No
         hello(writer, incarnation, index, run_fingerprint(config, started)),
         heartbeat_s=config.coordinator.heartbeat_s,
         patience_s=config.coordinator.silence_s,
+        absence_s=config.watch.stuck_s,
         keys=load_client_keys(Path(config.coordinator.keys)) if config.coordinator.keys else None,
         insecure=config.coordinator.insecure,
     )
