@@ -126,6 +126,12 @@ def wrap_target(model: Any) -> Target:
     output = model.get_output_embeddings()
     if output is None:
         raise ModelError(f"target {type(model).__name__}: it has no LM head; name a causal language model")
+    for name, end in (("embedding", model.get_input_embeddings()), ("LM head", output)):
+        if not _is_plain(getattr(end, "weight", None)):
+            raise ModelError(
+                f"target {type(model).__name__}: its {name} is quantised, but a drafter is trained through "
+                "it and served with it; quantise the target without embedding and LM head"
+            )
     if getattr(output, "bias", None) is not None:
         raise ModelError(
             f"target {type(model).__name__}: its LM head has a bias, which drafters are served without"
@@ -139,6 +145,15 @@ def wrap_target(model: Any) -> Target:
         head=FrozenHead(output.weight, multiplier, softcap),
         embed_weight_VH=model.get_input_embeddings().weight,
         stop_ids=_stop_ids(getattr(model, "generation_config", None), config),
+    )
+
+
+def _is_plain(weight: Tensor | None) -> bool:
+    """Neither packed nor of a class that stands for packed numbers."""
+    return (
+        weight is not None
+        and type(weight.data) is Tensor
+        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 
 
@@ -259,5 +274,7 @@ def _model_errors(path: str | Path) -> Iterator[None]:
     """What loaders raise for a missing, unsafe or unknown model, as the error of this project."""
     try:
         yield
+    except ImportError as error:
+        raise ModelError(f"target {path}: {error}; install what its quantisation needs") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"target {path}: {error}; name a local folder or hub id with safetensors") from error
