@@ -18,6 +18,7 @@ from protocol.messages import (
     SlotReport,
     Stamp,
     StepAt,
+    StepTry,
     TargetHello,
     TargetOrders,
     TargetReport,
@@ -125,7 +126,9 @@ class SimDrafter(Role):
         self.held: dict[Stamp, tuple] = {}  # attempt -> (lease, batch)
         self.vote: Vote | None = None
         self.saved: dict[StepAt, Saved] = {}
-        self.generation = None
+        self.generation: int | None = None
+        self.unformed: int | None = None  # a generation that did not come about, or broke
+        self.spoiled: StepTry | None = None
 
     def hello(self, fingerprint: str) -> DrafterHello:
         return DrafterHello(
@@ -142,11 +145,52 @@ class SimDrafter(Role):
             a: (lease, b) for a, (lease, b) in self.held.items() if a in allowed or lease > orders.stamp
         }
         self._apply(orders)
-        if orders.adopt and self.complete != orders.adopt.at:
-            self._adopt(orders.adopt, cluster)
-        self.generation = orders.group.generation if orders.group else None
+        adopt = orders.adopt if orders.adopt and self.complete != orders.adopt.at else None
+        if adopt and adopt.source != "peer":
+            self._adopt(adopt, cluster)
+        if not self._form(orders, adopt, cluster):
+            return
+        if adopt and adopt.source == "peer" and self.complete != adopt.at and self.generation is not None:
+            self._ungroup(self.generation)
         self._save(orders, cluster)
         self._train(orders, cluster)
+
+    def _form(self, orders: DrafterOrders, adopt, cluster: Cluster) -> bool:
+        """Stand in the ordered generation; False while the others have not come. They may never."""
+        group = orders.group
+        wanted = None if group is None or group.generation == self.unformed else group.generation
+        if wanted == self.generation:
+            return True
+        self.generation = None
+        if group is None or wanted is None or len(group.members) == 1:
+            self.generation = wanted
+            return True
+        assert group.store
+        names = [member.incarnation for member in group.members]
+        standing = cluster.standing.setdefault(wanted, {})
+        if cluster.random.random() < cluster.flaky:
+            self._ungroup(wanted)
+            return True
+        standing.setdefault(self.name, self.complete)
+        if not all(name in standing for name in names):
+            return False
+        if adopt and adopt.source == "peer" and standing.get(adopt.name) == adopt.at:
+            self.complete = None
+            if adopt.name not in cluster.roles:  # it died while it sent its state
+                self._ungroup(wanted)
+                return True
+            self._adopt(adopt, cluster)
+        self.generation = wanted
+        return True
+
+    def _ungroup(self, generation: int) -> None:
+        self.generation, self.unformed = None, generation
+
+    def _broken(self, orders: DrafterOrders, cluster: Cluster) -> bool:
+        """A reduction meets a member that died, or left the group."""
+        names = [member.incarnation for member in orders.group.members] if orders.group else []
+        peers = [cluster.roles.get(name) for name in names]
+        return any(peer is None or peer.generation != self.generation for peer in peers)
 
     def _apply(self, orders: DrafterOrders) -> None:
         if self.vote is None:
@@ -181,9 +225,16 @@ class SimDrafter(Role):
         train = orders.train
         if train is None or self.vote is not None or self.complete is None:
             return
+        if train.step_try == self.spoiled or self.generation is None:
+            return
         if (train.step_try.timeline, train.step_try.step) != tuple(self.complete):
             return
         if any(pack.attempt not in self.held for pack in train.packs):
+            return
+        if self._broken(orders, cluster):
+            self.spoiled = train.step_try
+            if cluster.random.random() < 0.5:  # the others wait until their orders change
+                self._ungroup(self.generation)
             return
         assert all(self.held[pack.attempt][1] == pack.batch for pack in train.packs)
         bad = tuple(pack.position for pack in train.packs if pack.batch in self.bad)
@@ -197,19 +248,26 @@ class SimDrafter(Role):
         return DrafterReport(
             incarnation=self.name, seq=self.next_seq(), orders=self.acted, totals={}, complete=self.complete,
             generation=self.generation, held=tuple(self.held), training=None, trained=0, vote=self.vote,
-            saved=tuple(self.saved.values()), metrics=(), error="",
+            saved=tuple(self.saved.values()), metrics=(), error=self._error(),
         )  # fmt: skip
+
+    def _error(self) -> str:
+        group = self.orders.group if self.orders else None
+        broken = group is not None and group.generation == self.unformed
+        return "save: disk full; group: a member was lost" if broken else ""
 
 
 class Cluster:
-    """`targets` and `drafters` places; `loss` is the share of messages that vanish."""
+    """`loss` is the share of messages that vanish, `flaky` the share of groups that a member leaves."""
 
     def __init__(
-        self, folder: Path, config: Config, dataset, *, seed: int, loss: float = 0.0, poison=(), bad=()
-    ) -> None:
+        self, folder: Path, config: Config, dataset, *, seed: int, loss: float = 0.0, poison=(), bad=(),
+        flaky: float = 0.0,
+    ) -> None:  # fmt: skip
         self.folder, self.config, self.dataset = folder, config, dataset
         self.random, self.loss = random.Random(seed), loss
-        self.poison, self.bad = set(poison), set(bad)
+        self.poison, self.bad, self.flaky = set(poison), set(bad), flaky
+        self.standing: dict[int, dict[str, StepAt | None]] = {}  # who stood before a generation's store
         self.roles: dict[str, Role] = {}
         self.dead: dict[str, object] = {}
         self.disk: dict[str, tuple] = {}

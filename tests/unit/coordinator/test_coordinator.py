@@ -135,6 +135,26 @@ def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset
     assert cluster.ledger.timeline == 0
 
 
+@pytest.mark.parametrize("elastic", ["shrink", "wait"])
+def test_a_group_that_does_not_come_about_is_numbered_anew(tmp_path, dataset, elastic):
+    options = config(drafter={"count": 3, "elastic": elastic})
+    cluster = Cluster(tmp_path, options, dataset, seed=4, flaky=0.3)
+    cluster.run()
+    cluster.check()
+    assert any("is over" in event.text for event in cluster.core.record.events)
+
+
+def test_a_newcomer_takes_the_weights_of_a_member_and_nothing_is_rolled_back(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(drafter={"count": 3, "elastic": "wait"}), dataset, seed=1)
+    while cluster.core.step < 3:
+        cluster.respawn()
+        cluster.turn()
+    cluster.kill(next(name for name in cluster.roles if name.startswith("drafter")))
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.timeline == 0 and cluster.core.record.roll_backs == 0
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
@@ -143,9 +163,10 @@ def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset
     order=st.sampled_from(["plan", "arrival"]),
     loss=st.sampled_from([0.0, 0.1, 0.4]),
     cap=st.sampled_from([0, 5]),
+    flaky=st.sampled_from([0.0, 0.2]),
 )
 def test_whatever_is_killed_every_batch_counts_once(
-    tmp_path_factory, dataset, seed, drafters, elastic, order, loss, cap
+    tmp_path_factory, dataset, seed, drafters, elastic, order, loss, cap, flaky
 ):
     options = config(
         drafter={"count": drafters, "elastic": elastic},
@@ -154,7 +175,7 @@ def test_whatever_is_killed_every_batch_counts_once(
     )
     chaos = random.Random(seed)
     cluster = Cluster(
-        tmp_path_factory.mktemp("run"), options, dataset, seed=seed, loss=loss,
+        tmp_path_factory.mktemp("run"), options, dataset, seed=seed, loss=loss, flaky=flaky,
         poison=[BatchId(0, 5)] if chaos.random() < 0.3 else [],
         bad=[BatchId(1, 1)] if chaos.random() < 0.3 else [],
     )  # fmt: skip
