@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from protocol.errors import ModelError
+from services.dflash.drafter_config import logit_rules
 from services.dflash.taps import PackBuffer, TapCapture, packed_rows
 from services.dflash.target_model import Target
 
 _LENGTHS = (7, 19, 1, 12)
 _SAME_BATCH = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+_SCALE = 1e-2  # Gemma rounds its scale to its own type
 _OTHER_BATCH = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 
 
@@ -26,16 +28,17 @@ def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> di
 
     `taps`: captured rows against `output_hidden_states` of the same batch; `logits`: the head on the
     captured last hidden state against the model's own logits; `ragged`: a padded batch against each
-    sample alone; `cut`: capture without the layers behind the last tap against capture with them.
+    sample alone; `cut`: capture without the layers behind the last tap against capture with them;
+    `scale`: what the first layer is given against scaled embedding rows, which the drafter is given.
     """
     generator = torch.Generator().manual_seed(seed)
     padded = max(_LENGTHS) + 3
     ids = torch.randint(0, target.config.vocab_size, (len(_LENGTHS), padded), generator=generator)
     ids, rows_T = ids.to(target.device), packed_rows(_LENGTHS, padded).to(target.device)
 
-    whole = _reference(target, layer_ids, ids)
+    whole, first = _reference(target, layer_ids, ids)
     batch = [hidden.flatten(0, 1)[rows_T] for hidden in whole]
-    alone = [_reference(target, layer_ids, ids[i : i + 1, :n]) for i, n in enumerate(_LENGTHS)]
+    alone = [_reference(target, layer_ids, ids[i : i + 1, :n])[0] for i, n in enumerate(_LENGTHS)]
     single = [torch.cat([sample[k][0] for sample in alone]) for k in range(len(batch))]
     taps, last = _captured(target, layer_ids, ids, rows_T, last_hidden=True)
     cut, _ = _captured(target, layer_ids, ids, rows_T, last_hidden=False)
@@ -47,8 +50,9 @@ def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> di
         "logits": _worst([target.logits(last)], batch[-1:]),
         "ragged": _worst([*taps, target.logits(last)], single),
         "cut": _worst(cut, taps),
+        "scale": _scale_error(target, ids, first),
     }
-    limits = {"taps": same, "logits": same, "ragged": other, "cut": same}
+    limits = {"taps": same, "logits": same, "ragged": other, "cut": same, "scale": _SCALE}
     for name, error in errors.items():
         if not error <= limits[name]:  # NaN, too
             raise ModelError(
@@ -60,10 +64,29 @@ def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> di
 
 
 @torch.inference_mode()
-def _reference(target: Target, layer_ids: Sequence[int], ids: Tensor) -> list[Tensor]:
-    """Tapped hidden states and logits by Hugging Face's own interface, [batch, S, .] each."""
+def _reference(target: Target, layer_ids: Sequence[int], ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Tapped hidden states and logits by Hugging Face's interface, [batch, S, .] each; layer 0's input."""
     output = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    return [*(output.hidden_states[layer + 1] for layer in layer_ids), output.logits]
+    states = output.hidden_states
+    return [*(states[layer + 1] for layer in layer_ids), output.logits], states[0]
+
+
+def _scale_error(target: Target, ids: Tensor, first: Tensor) -> float:
+    """Relative error of the embedding scale that drafters of this target get; a new family's may be unknown.
+
+    0.0 where the first layer is not given multiples of embedding rows (positions are added, say): then
+    there is no scale to be wrong.
+    """
+    rows = target.embed_weight_VH[ids].float()
+    if first.shape != rows.shape:
+        return 0.0
+    size = rows.square().sum(-1)
+    used = size > 0
+    factor = (first.float() * rows).sum(-1)[used] / size[used]
+    left = (first.float()[used] - factor[:, None] * rows[used]).norm(dim=-1)
+    if not bool((left <= _SCALE * first.float()[used].norm(dim=-1)).all()):
+        return 0.0
+    return float((factor / logit_rules(target.config)[0] - 1.0).abs().max())
 
 
 def _captured(

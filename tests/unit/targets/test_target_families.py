@@ -9,6 +9,7 @@ import torch
 from target_case import LENGTHS, Case, relative
 from target_families import FAMILIES, TAPS, model_of
 
+from protocol.errors import ModelError
 from services.dflash.anchors import draw_anchors
 from services.dflash.drafter import Drafter
 from services.dflash.export import export_drafter
@@ -40,6 +41,14 @@ def test_taps_and_logits_of_a_ragged_batch_are_the_models_own(case):
 def test_the_self_check_of_the_start_passes(case):
     errors = self_check(case.target, TAPS)
     assert max(errors.values()) <= SAME
+
+
+def test_an_unknown_embedding_scale_is_refused(tmp_path):
+    """As of a family that came after us: its configuration names the factor otherwise."""
+    case = Case.make("granite", tmp_path)
+    case.target.config.embedding_multiplier = 1.0
+    with pytest.raises(ModelError, match="'scale'"):
+        self_check(case.target, TAPS)
 
 
 def test_embedding_and_head_alone_are_the_models(case):
