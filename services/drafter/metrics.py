@@ -62,7 +62,7 @@ class TallyLayout:
         return {
             "loss": _ratio(tally[self.LOSS], tally[self.WEIGHT]),
             "accuracy": _ratio(sum(hits), sum(rows)),
-            "accepted": _ratio(tally[self.ACCEPTED], tally[self.BLOCKS]),
+            "accepted_length": _ratio(tally[self.ACCEPTED], tally[self.BLOCKS]),
             "anchors": tally[self.BLOCKS],
             "tokens": tally[self.TOKENS],
             "packs": tally[self.PACKS],

@@ -21,7 +21,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -111,18 +112,15 @@ class LocalReducer:
         pass
 
 
-class _broken:
+@contextmanager
+def _broken(what: str) -> Iterator[None]:
     """Whatever torch.distributed raises (plain RuntimeErrors, all of them) is GroupBroken."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise GroupBroken(f"{self._what}: {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise GroupBroken(f"{what}: {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True)
@@ -182,6 +180,8 @@ def meet(group: Group, incarnation: str, wanted: Wanted) -> Meeting:
     members = sorted(group.members, key=lambda member: member.rank)
     names = tuple(member.incarnation for member in members)
     host, _, port = group.store.rpartition(":")
+    if not port.isdigit():
+        raise GroupBroken(f"group of {len(names)} with store {group.store!r}: it must name host:port")
     rank = names.index(incarnation)
     store = _host_store(host, int(port)) if rank == 0 else None
     address = _reach(host, int(port), wanted)

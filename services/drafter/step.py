@@ -58,6 +58,8 @@ class StepGradient:
         self._embed_weight_VH, self._head = embed_weight_VH, head
         self._total_steps, self._phases = total_steps, phases
         self._device = weights.masters.device
+        if self._device.type == "cuda":
+            weights.keep_copies(drafter, DTYPES[config.drafter.dtype])
         self._loss = LossOptions(config.recipe.loss, config.recipe.gamma)
         self.layout = TallyLayout(drafter.config.block_size - 1, config.plan.packs_per_step)
         self._tally = torch.zeros(self.layout.size, dtype=torch.float64, device=self._device)
@@ -78,6 +80,7 @@ class StepGradient:
         """
         features_TF = self._features(batch, sections)
         layout, tally = self.layout, self._tally
+        self._weights.refresh_copies()
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         for draw in range(self._config.recipe.anchor_draws):
             with self._phases("forward"):

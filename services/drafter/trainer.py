@@ -269,6 +269,7 @@ class DrafterTrainer:
                 self.desk.overwriting()
                 reducer.receive(self.weights.state, source)
                 self.desk.loaded(adopt.at)
+                log.info("complete", extra={"step": adopt.at.step, "source": adopt.name})
         self.desk.formed(group.generation)
         log.info(
             "group", extra={"generation": group.generation, "rank": meeting.rank, "size": len(meeting.names)}

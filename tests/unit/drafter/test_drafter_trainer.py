@@ -14,7 +14,7 @@ import zmq
 from drafter_cases import CPU, random_pack, tiny_config, tiny_shape, tiny_step
 
 from protocol.codec import decode, encode
-from protocol.errors import Fenced
+from protocol.errors import CorruptPack, Fenced
 from protocol.messages import (
     Adopt,
     BatchId,
@@ -337,6 +337,15 @@ def test_a_slot_that_moved_on_is_not_held(station, drafter):
     station.reported(NAME, lambda r: good in r.held)
     assert station.reports[NAME].held == (good,)
     station.reported(NAME, lambda r: r.totals["stale_packs_total"] == 1.0)
+
+
+def test_a_slot_whose_contents_are_not_what_was_sealed_ends_the_drafter(station, drafter):
+    adopt_seed(station)
+    descriptor = station.writer.write(7, BatchId(0, 9), station.stamp(), random_pack(9))
+    station.writer._arena.payload(7)[64] ^= 1
+    station.send_pack(NAME, descriptor)
+    with pytest.raises(CorruptPack, match="slot 7"):
+        drafter.ended.result(SECONDS)
 
 
 def test_a_checkpoint_is_verified_before_it_is_adopted(config, station, drafter):
