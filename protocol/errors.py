@@ -4,6 +4,7 @@ DraftmillError
 ├── RetryError            the same call may succeed later: the caller waits, reconnects or asks again
 │   ├── PeerGone          a process at the other end died or closed its socket
 │   ├── ArenaFull         no space for a slot or a file right now (ENOSPC, all slots taken)
+│   ├── DiskFull          no space where the ledger, a log or a checkpoint lies
 │   ├── StalePack         a slot no longer holds the attempt that was announced: discard it
 │   └── GroupBroken       the drafters' process group lost a member: the step is tried again
 └── FatalError            the caller gives up and tells the user: value, rule, remedy
@@ -36,6 +37,10 @@ class PeerGone(RetryError):
 
 class ArenaFull(RetryError):
     """No space for a slot or an arena file right now."""
+
+
+class DiskFull(RetryError):
+    """No space where the ledger, a log or a checkpoint lies."""
 
 
 class StalePack(RetryError):

@@ -222,6 +222,20 @@ def stop(context: typer.Context, run: RunFolder = None, config: ConfigFile = Non
 
 
 @app.command()
+def rollback(
+    context: typer.Context,
+    step: Annotated[int, typer.Argument(help="of a kept checkpoint", min=0)],
+    config: ConfigFile = None,
+) -> None:
+    """Let a stopped run go on from an earlier checkpoint, on a new timeline; nothing is deleted."""
+    options = load(config, context.obj).config
+    from services.coordinator.rollback import roll_back
+
+    timeline, row = roll_back(options, step)
+    typer.echo(f"timeline {timeline} starts from {row.name}, step {row.at.step}; start the run to go on")
+
+
+@app.command()
 def check(
     context: typer.Context,
     config: ConfigFile = None,

@@ -15,6 +15,7 @@ call is on the disk; about 0.4 ms a step commit. Nothing is ever updated that an
 
 from __future__ import annotations
 
+import errno
 import json
 import sqlite3
 import time
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.errors import LedgerError
+from protocol.errors import DiskFull, LedgerError
 from protocol.messages import BatchId, SkippedSample, StepAt, StepTry
 from services.config.fingerprint import differences, identity_sha256
 
@@ -76,7 +77,7 @@ class Ledger:
     def __init__(self, path: Path | str, identity: Mapping[str, Any]) -> None:
         """Open or create. `identity` is the run's (services.config.fingerprint).
 
-        LedgerError: damaged, of another schema, or of a run with another identity.
+        LedgerError: damaged, of another schema, or of a run with another identity. DiskFull: no space.
         """
         self.fingerprint = identity_sha256(identity)
         try:
@@ -84,6 +85,8 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._open(str(path), identity)
+        except sqlite3.OperationalError as error:
+            raise _no_space(error, path) or error from error
         except sqlite3.DatabaseError as error:
             raise LedgerError(
                 f"ledger {path}: {error}. It is damaged or no ledger; restore it from a backup, "
@@ -122,7 +125,8 @@ class Ledger:
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite has ended it itself when the disk is full
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
@@ -295,6 +299,11 @@ class Ledger:
             rows += [CheckpointRow(name, StepAt(t, s), sha256) for name, t, s, sha256 in found]
         return sorted(rows, key=lambda row: (row.at.step, row.at.timeline))
 
+    def kept_names(self) -> set[str]:
+        """Folder names of all checkpoints that are not deleted, of any timeline."""
+        rows = self._db.execute("SELECT name FROM checkpoints WHERE deleted = 0").fetchall()
+        return {name for (name,) in rows}
+
     def record_checkpoint(self, name: str, at: StepAt, sha256: str) -> None:
         """The files are durable; saying it again changes nothing."""
         self._db.execute(
@@ -343,7 +352,9 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
-        return self._db.execute("SELECT 1 FROM finished").fetchone() is not None
+        """Whether this timeline is: one that was opened later, by a roll-back, goes on."""
+        row = self._db.execute("SELECT 1 FROM finished WHERE timeline = ?", (self._timeline,)).fetchone()
+        return row is not None
 
     def audit(self, batches_per_epoch: Sequence[int]) -> tuple[int, int]:
         """(lost, duplicated) batches of this timeline: without an outcome, and outcomes without a batch."""
@@ -357,3 +368,26 @@ class Ledger:
             (self._timeline, len(batches_per_epoch)),
         ).fetchone()
         return lost, extra + beyond
+
+
+@contextmanager
+def disk_full(path: Path) -> Iterator[None]:
+    """A disk without space, met by the ledger or any file beside it, is DiskFull: a restart may help."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise _no_space(error, path) or error from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DiskFull(f"{error.filename or path}: {error.strerror}; {_FREE_SOME}") from error
+
+
+_FREE_SOME = "nothing that was committed is lost: free some space and start the coordinator again"
+
+
+def _no_space(error: sqlite3.OperationalError, path: Path | str) -> DiskFull | None:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        return None
+    return DiskFull(f"ledger {path}: {error}; {_FREE_SOME}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -33,9 +32,10 @@ from protocol.messages import (
 )
 from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
+from services.coordinator.checkpoints import retire, sweep_unknown
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.http import Board, StatusServer
-from services.coordinator.ledger import Ledger
+from services.coordinator.ledger import Ledger, disk_full
 from services.coordinator.orders import OrderBook
 from services.coordinator.sizing import devices, identity_and_size
 from services.coordinator.status import ArenaSpace, snapshot
@@ -65,6 +65,7 @@ class Server:
     def __init__(self, config: Config, core: Coordinator, control: Router, folder: Path) -> None:
         self._config, self.core, self._control, self._folder = config, core, control, folder
         self._orders = OrderBook(core, repeat_s=config.coordinator.heartbeat_s)
+        self._checkpoints = config.run.dir / "checkpoints"
         self._routes: dict[str, bytes] = {}
         self._stop_asked = False
         self.board = Board(on_stop=self.ask_stop)
@@ -161,6 +162,7 @@ class Server:
         computing = read_computing(self._folder, name)
         self.core.lost(name, reason, now_s, computing=computing.batch if computing else None)
         self._routes.pop(name, None)
+        self.sweep_checkpoints()
         swept = sweep(self._folder)
         if swept.freed_bytes:
             log.info("swept", extra={"bytes": swept.freed_bytes, "incarnations": sorted(swept.incarnations)})
@@ -193,7 +195,7 @@ class Server:
         if now_s < self._next_status_s:
             return
         self._next_status_s = now_s + STATUS_S
-        self._retire_checkpoints()
+        retire(self.core.ledger, self._checkpoints, keep=self._config.checkpoint.keep)
         self.board.snapshot = snapshot(
             self.core, name=self._config.run.dir.name, now_s=now_s, started_s=self._started_s,
             arena=arena_space(self._folder), audit=self._audit,
@@ -209,13 +211,11 @@ class Server:
             return f"no commit for {now_s - last_s:.0f} s"
         return ""
 
-    def _retire_checkpoints(self) -> None:
-        """Delete what is older than the newest `checkpoint.keep`; the initial weights stay."""
-        root = self._config.run.dir / "checkpoints"
-        rows = [row for row in self.core.ledger.checkpoints() if row.at.step > 0]
-        for row in rows[: -self._config.checkpoint.keep]:
-            self.core.ledger.forget_checkpoint(row.name)
-            shutil.rmtree(root / row.name, ignore_errors=True)
+    def sweep_checkpoints(self) -> None:
+        """Remove what drafters that died left half written or unrecorded."""
+        gone = sweep_unknown(self.core.ledger, self._checkpoints, self._lives)
+        if gone:
+            log.info("swept checkpoints", extra={"checkpoints": gone})
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ def main(config: Config) -> ExitCode:
     config.run.dir.mkdir(parents=True, exist_ok=True)
     dataset = Dataset.open(config.data.path)
     identity, size = identity_and_size(config, dataset)
-    with FileLock(config.run.dir / "coordinator.lock"):
+    with disk_full(config.run.dir), FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(config.run.dir / "ledger.sqlite", identity)
         folder = private_folder(arena_folder(config))
         endpoint = control_endpoint(config)
@@ -305,6 +305,7 @@ def main(config: Config) -> ExitCode:
         context = new_context()
         with router(context, endpoint, keys=keys, insecure=config.coordinator.insecure) as control:
             server = Server(config, core, control, folder)
+            server.sweep_checkpoints()
             code = _serve(config, server, endpoint)
         context.term()
         ledger.close()
