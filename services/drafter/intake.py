@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class Intake:
     """Thread `intake`. `accept(attempt, lease)` is called there for each pack, and says whether to keep it.
 
     `lock` is the desk's: what the desk holds and what is at hand here change together under it.
+    `open_s` counts the seconds from descriptor to checked tensors.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Intake:
         self._packs: dict[Stamp, Opened] = {}
         self._closing = threading.Event()
         self._failure: BaseException | None = None
-        self.stale_packs = 0
+        self.stale_packs, self.open_s = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
     def start(self) -> Intake:
@@ -95,7 +97,9 @@ class Intake:
             if opened is not None:  # announced again, under another lease
                 self._keep(pack, opened)
                 return
+        begun_s = time.perf_counter()
         opened = self._open(pack)
+        self.open_s += time.perf_counter() - begun_s
         if opened is not None:
             with self._lock:
                 self._keep(pack, opened)

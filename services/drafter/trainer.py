@@ -191,8 +191,11 @@ class DrafterTrainer:
         return accepted
 
     def _totals(self) -> dict[str, float]:
-        stale = {"stale_packs_total": float(self.intake.stale_packs)}
-        return self.counts | stale | self.phases.totals()
+        intake = {
+            "stale_packs_total": float(self.intake.stale_packs),
+            "phase_h2d_seconds": self.intake.open_s,
+        }
+        return self.counts | intake | self.phases.totals()
 
     def _leave(self) -> ExitCode:
         exit_ = self.link.exit
