@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from protocol.descriptors import align
-from protocol.errors import ArenaFull, CorruptPack, DecodeError, StalePack
+from protocol.errors import ArenaFull, CorruptPack, DecodeError, RetryError, StalePack
 from protocol.files import FILE_MODE, is_alive
 from protocol.messages import BatchId, Stamp
 
@@ -202,6 +202,18 @@ class Arena:
     def ring_handle(self, handle: bytes) -> None:
         assert len(handle) == HANDLE_BYTES
         self.memory[_HANDLE_AT : _HANDLE_AT + HANDLE_BYTES] = handle
+
+    def check_file(self) -> None:
+        """RetryError unless the file still has its name and size: without, readers that come cannot map it."""
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            size = -1
+        if size != len(self.memory):
+            what = "was removed" if size < 0 else f"was cut to {size:,} bytes"
+            raise RetryError(
+                f"arena {self.path} {what} by another process; its folder belongs to the run: leave it alone"
+            )
 
     def close(self) -> None:
         """Let go of the mapping; it ends with the last view of it."""

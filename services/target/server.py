@@ -128,6 +128,7 @@ class TargetServer:
 
     def _turn(self) -> None:
         """Follow the newest orders, announce what they want announced, report the inventory."""
+        self.writer.check_file()
         orders = self.link.orders
         with self._change:
             for slot in self.board.obey(orders) if isinstance(orders, TargetOrders) else ():

@@ -168,7 +168,7 @@ class SimDrafter(Role):
         assert group.store
         names = [member.incarnation for member in group.members]
         standing = cluster.standing.setdefault(wanted, {})
-        if cluster.random.random() < cluster.flaky:
+        if self.name not in standing and cluster.random.random() < cluster.flaky:
             self._ungroup(wanted)
             return True
         standing.setdefault(self.name, self.complete)

@@ -19,7 +19,7 @@ from protocol.arena import (
     read_computing,
     sweep,
 )
-from protocol.errors import ArenaFull, CorruptPack, DecodeError, StalePack
+from protocol.errors import ArenaFull, CorruptPack, DecodeError, RetryError, StalePack
 from protocol.files import FileLock
 from protocol.messages import BatchId, Stamp
 
@@ -46,6 +46,17 @@ def test_a_reader_sees_what_the_writer_sealed(tmp_path: Path) -> None:
     assert reader.header(1) == HEADER._replace(checksum=None)
     writer.invalidate(1)
     assert reader.header(1) is None
+
+
+def test_its_owner_finds_out_that_the_file_was_cut_or_removed(tmp_path: Path) -> None:
+    writer = arena(tmp_path)
+    writer.check_file()
+    os.truncate(writer.path, 5000)
+    with pytest.raises(RetryError, match="was cut to 5,000 bytes"):
+        writer.check_file()
+    writer.path.unlink()
+    with pytest.raises(RetryError, match="was removed by another process"):
+        writer.check_file()
 
 
 def test_payloads_are_apart_from_each_other_and_from_the_headers(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from protocol.arena import Computing, read_computing
 from protocol.codec import decode, encode
-from protocol.errors import DataError, Fenced
+from protocol.errors import DataError, Fenced, RetryError
 from protocol.messages import (
     Assignment,
     BatchId,
@@ -124,7 +124,7 @@ class Running:
         """Whatever the test left running ends here."""
         self.stop.set()
         self.server.link.wake()
-        if isinstance(self.outcome.exception(DEADLINE_S), DataError | RuntimeError):
+        if isinstance(self.outcome.exception(DEADLINE_S), DataError | RuntimeError | RetryError):
             self.server.copier.close()  # a process would just end
             self.server.watchdog.stop()
             self.server.link.close("the test is over")
@@ -353,3 +353,16 @@ def test_a_sample_that_does_not_exist_ends_the_target_without_blaming_a_forward(
         with pytest.raises(DataError, match="999"):
             running.outcome.result(DEADLINE_S)
         assert read_computing(running.folder, NAME) is None
+
+
+def test_a_target_whose_arena_was_removed_ends_so_that_another_can_serve(
+    make_config: Callable[..., Config],
+) -> None:
+    with serving(make_config()) as running:
+        running.script.order(assignment(0, 0))
+        running.script.until(is_state(0, "ready"))
+        running.server.writer.check_file()
+        (running.folder / f"{NAME}.arena").unlink()
+        running.script.order()
+        with pytest.raises(RetryError, match="was removed by another process"):
+            running.outcome.result(DEADLINE_S)
