@@ -34,7 +34,8 @@ from services.dflash.head import FrozenHead
 
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
-_OTHER_TOWERS = ("vision", "visual", "audio", "mtp", "assistant")
+# "layers": DeepSeek's and GLM's layer for several tokens at once has an embedding and head of its own
+_OTHER_TOWERS = ("vision", "visual", "audio", "mtp", "assistant", "layers")
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def load_target(
     attention: str = "sdpa",
 ) -> Target:
     """Loads a local folder or hub id. Raises `ModelError` if it is missing, unsafe or no such model."""
-    _check_attention(path, attention)
-    loader = _loader(path)
+    loader = _loader(path, attention)
     with _model_errors(path):
         model, report = loader.from_pretrained(
             str(path),
@@ -94,22 +94,31 @@ def load_target(
     return wrap_target(model.to(device))
 
 
-def _loader(path: str | Path) -> Any:
+def _loader(path: str | Path, attention: str) -> Any:
     """The class that loads this configuration: a causal LM, else a vision-language model around one."""
     with _model_errors(path):
         kind = type(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
+    loader: Any
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    raise ModelError(
-        f"target {path}: {kind.__name__} is no causal language model; drafters are trained for models that "
-        "write text from left to right"
-    )
+        loader, model_class = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    elif kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        loader, model_class = AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    else:
+        raise ModelError(
+            f"target {path}: {kind.__name__} is no causal language model; drafters are trained for models "
+            "that write text from left to right"
+        )
+    _check_attention(path, model_class, attention)
+    return loader
 
 
-def _check_attention(path: str | Path, attention: str) -> None:
-    """Refuses what Transformers would compute differently from every server, without a word."""
+def _check_attention(path: str | Path, model_class: Any, attention: str) -> None:
+    """Refuses what Transformers has not, or would compute differently from every server, without a word."""
+    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+        raise ModelError(
+            f'model.attention "sdpa": target {path} is a {model_class.__name__}, which has none; set '
+            'model.attention = "eager"'
+        )
     softcap = getattr(load_text_config(path), "attn_logit_softcapping", None)
     if softcap and attention == "sdpa":
         raise ModelError(

@@ -25,6 +25,7 @@ OPTIONS = schema.Drafter(layers=2, taps=2, mask_token_id=MASK, block_size=4)
 class Case:
     """`original` made the files; `target` came out of them. Untied unless the family cannot be."""
 
+    name: str
     family: Family
     folder: Path
     original: Any
@@ -35,7 +36,7 @@ class Case:
         family = FAMILIES[name]
         original = model_of(family, tied=False)
         original.save_pretrained(folder)
-        return cls(family, folder, original, load_target(folder, attention=family.attention))
+        return cls(name, family, folder, original, load_target(folder, attention=family.attention))
 
     @cached_property
     def drafter(self) -> DrafterConfig:
@@ -82,3 +83,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
     """Largest over rows of |found - expected| / |expected|."""
     gap, size = (found - expected).float().norm(dim=-1), expected.float().norm(dim=-1)
     return float((gap / size.clamp(min=1e-6)).max())
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A row of the table in docs/targets.md: largest relative error of any row, float32."""
+
+    taps: float  # captured against `output_hidden_states` of the same batch
+    logits: float  # our head on the captured last hidden state against the model's logits
+    ragged: float  # captured from the padded batch against each sample alone
+
+    @classmethod
+    def of(cls, case: Case) -> Figures:
+        logits = case.target.logits(case.captured.last_hidden)
+        alone, alone_logits = case.alone
+        return cls(
+            relative(case.captured.features, case.batch[0]),
+            relative(logits, case.batch[1]),
+            max(relative(case.captured.features, alone), relative(logits, alone_logits)),
+        )

@@ -73,9 +73,9 @@ VISION: dict[str, Any] = {
 class Family:
     """One row of the table in docs/targets.md."""
 
+    special: str  # what else than a plain decoder is in it
     config: str  # class name in `transformers`
     fields: dict[str, Any]
-    special: str = ""
     wraps: str = ""  # a vision-language model around a text tower of this class
     vision: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.0  # of embedding rows
@@ -119,6 +119,7 @@ _GEMMA4 = {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
+        "scaled rope",
         "LlamaConfig",
         {
             **SHAPE,
@@ -132,25 +133,42 @@ FAMILIES: dict[str, Family] = {
             },
         },
         rope_theta=5e5,
-        special="scaled rope",
     ),
-    "qwen2": Family("Qwen2Config", SHAPE, special="attention bias"),
-    "qwen2_moe": Family("Qwen2MoeConfig", {**SHAPE, **QWEN_EXPERTS, "shared_expert_intermediate_size": 16}),
-    "qwen3": Family("Qwen3Config", HEADS_16),
-    "qwen3_moe": Family("Qwen3MoeConfig", {**HEADS_16, **QWEN_EXPERTS}),
+    "qwen2": Family("biases in attention", "Qwen2Config", SHAPE),
+    "qwen2_moe": Family(
+        "experts and a shared one",
+        "Qwen2MoeConfig",
+        {**SHAPE, **QWEN_EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3": Family("normed queries and keys", "Qwen3Config", HEADS_16),
+    "qwen3_moe": Family("experts", "Qwen3MoeConfig", {**HEADS_16, **QWEN_EXPERTS}),
     "qwen3_next": Family(
-        "Qwen3NextConfig", {**DELTA_NET, **QWEN_EXPERTS, "shared_expert_intermediate_size": 16}
+        "gated delta net, full attention each fourth layer, experts",
+        "Qwen3NextConfig",
+        {**DELTA_NET, **QWEN_EXPERTS, "shared_expert_intermediate_size": 16},
     ),
-    "qwen3_5": Family("Qwen3_5TextConfig", _QWEN35, rope_theta=1e6),
+    "qwen3_5": Family(
+        "gated delta net, partial rope with sections (also Qwen3.6)",
+        "Qwen3_5TextConfig",
+        _QWEN35,
+        rope_theta=1e6,
+    ),
     "qwen3_5 in its wrapper": Family(
-        "Qwen3_5Config", _QWEN35, wraps="Qwen3_5TextConfig", vision=VISION, rope_theta=1e6
+        "text tower of the vision-language model",
+        "Qwen3_5Config",
+        _QWEN35,
+        wraps="Qwen3_5TextConfig",
+        vision=VISION,
+        rope_theta=1e6,
     ),
     "qwen3_5_moe": Family(
+        "gated delta net, experts (also Qwen3.6)",
         "Qwen3_5MoeTextConfig",
         {**_QWEN35, **QWEN_EXPERTS, "shared_expert_intermediate_size": 16},
         rope_theta=1e6,
     ),
     "qwen3_5_moe in its wrapper": Family(
+        "text tower of the vision-language model",
         "Qwen3_5MoeConfig",
         {**_QWEN35, **QWEN_EXPERTS, "shared_expert_intermediate_size": 16},
         wraps="Qwen3_5MoeTextConfig",
@@ -158,6 +176,7 @@ FAMILIES: dict[str, Family] = {
         rope_theta=1e6,
     ),
     "qwen3_vl": Family(
+        "text tower of the vision-language model",
         "Qwen3VLConfig",
         {
             **HEADS_16,
@@ -167,8 +186,9 @@ FAMILIES: dict[str, Family] = {
         vision={**VISION, "deepstack_visual_indexes": [0]},
         rope_theta=5e6,
     ),
-    "gemma": Family("GemmaConfig", HEADS_16, scale=GEMMA_SCALE),
+    "gemma": Family("scaled embedding", "GemmaConfig", HEADS_16, scale=GEMMA_SCALE),
     "gemma2": Family(
+        "scaled embedding, caps on scores and logits, windows; `eager`",
         "Gemma2Config",
         {**HEADS_16, "sliding_window": 8, "final_logit_softcapping": 3.0},
         scale=GEMMA_SCALE,
@@ -176,9 +196,14 @@ FAMILIES: dict[str, Family] = {
         attention="eager",
     ),
     "gemma3": Family(
-        "Gemma3TextConfig", {**HEADS_16, "sliding_window": 8}, scale=GEMMA_SCALE, rope_theta=1e6
+        "scaled embedding, windows, rope by kind of layer",
+        "Gemma3TextConfig",
+        {**HEADS_16, "sliding_window": 8},
+        scale=GEMMA_SCALE,
+        rope_theta=1e6,
     ),
     "gemma3 in its wrapper": Family(
+        "text tower of the vision-language model",
         "Gemma3Config",
         {**HEADS_16, "sliding_window": 8},
         wraps="Gemma3TextConfig",
@@ -186,8 +211,16 @@ FAMILIES: dict[str, Family] = {
         scale=GEMMA_SCALE,
         rope_theta=1e6,
     ),
-    "gemma4": Family("Gemma4TextConfig", _GEMMA4, scale=GEMMA_SCALE, softcap=3.0, rope_theta=1e6),
+    "gemma4": Family(
+        "per-layer inputs, shared keys and values, heads by kind of layer, cap",
+        "Gemma4TextConfig",
+        _GEMMA4,
+        scale=GEMMA_SCALE,
+        softcap=3.0,
+        rope_theta=1e6,
+    ),
     "gemma4_moe": Family(
+        "experts beside an MLP, keys as values, heads by kind of layer, cap",
         "Gemma4TextConfig",
         {
             **HEADS_16,
@@ -207,6 +240,7 @@ FAMILIES: dict[str, Family] = {
         rope_theta=1e6,
     ),
     "gemma4 in its wrapper": Family(
+        "text tower of the vision-language model",
         "Gemma4Config",
         _GEMMA4,
         wraps="Gemma4TextConfig",
@@ -215,8 +249,9 @@ FAMILIES: dict[str, Family] = {
         softcap=3.0,
         rope_theta=1e6,
     ),
-    "mistral": Family("MistralConfig", {**HEADS_16, "sliding_window": 8}),
+    "mistral": Family("windows in all layers", "MistralConfig", {**HEADS_16, "sliding_window": 8}),
     "ministral3": Family(
+        "yarn rope, scores scaled by position",
         "Ministral3Config",
         {
             **HEADS_16,
@@ -231,6 +266,7 @@ FAMILIES: dict[str, Family] = {
         rope_theta=1e6,
     ),
     "mistral3 (wrapper of ministral3)": Family(
+        "text tower of the vision-language model",
         "Mistral3Config",
         {
             **HEADS_16,
@@ -247,24 +283,39 @@ FAMILIES: dict[str, Family] = {
         rope_theta=1e6,
     ),
     "mixtral": Family(
-        "MixtralConfig", {**HEADS_16, "num_local_experts": 4, "num_experts_per_tok": 2}, rope_theta=1e6
+        "experts",
+        "MixtralConfig",
+        {**HEADS_16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        rope_theta=1e6,
     ),
     "gpt_oss": Family(
+        "experts, attention sinks, windows, yarn; `eager`",
         "GptOssConfig",
         {**HEADS_16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
         rope_theta=150000.0,
         attention="eager",
     ),
-    "glm": Family("GlmConfig", HEADS_16),
-    "glm4": Family("Glm4Config", HEADS_16),
-    "glm4_moe": Family("Glm4MoeConfig", {**HEADS_16, **ROUTED, "use_qk_norm": True}),
-    "glm4_moe_lite": Family("Glm4MoeLiteConfig", {**MLA, **ROUTED}),
-    "deepseek_v2": Family("DeepseekV2Config", {**MLA, **ROUTED, "topk_method": "greedy"}),
-    "deepseek_v3": Family("DeepseekV3Config", {**MLA, **ROUTED}),
-    "phi3": Family("Phi3Config", SHAPE),
-    "olmo2": Family("Olmo2Config", SHAPE),
-    "olmo3": Family("Olmo3Config", {**SHAPE, "sliding_window": 8}, rope_theta=5e5),
+    "glm": Family("partial rope", "GlmConfig", HEADS_16),
+    "glm4": Family("partial rope, norms around sublayers", "Glm4Config", HEADS_16),
+    "glm4_moe": Family(
+        "grouped router, shared expert, dense first layer",
+        "Glm4MoeConfig",
+        {**HEADS_16, **ROUTED, "use_qk_norm": True},
+    ),
+    "glm4_moe_lite": Family("latent attention, grouped router", "Glm4MoeLiteConfig", {**MLA, **ROUTED}),
+    "deepseek_v2": Family(
+        "latent attention, experts", "DeepseekV2Config", {**MLA, **ROUTED, "topk_method": "greedy"}
+    ),
+    "deepseek_v3": Family(
+        "latent attention, grouped router, interleaved rope", "DeepseekV3Config", {**MLA, **ROUTED}
+    ),
+    "phi3": Family("joined projections", "Phi3Config", SHAPE),
+    "olmo2": Family("norms behind sublayers", "Olmo2Config", SHAPE),
+    "olmo3": Family(
+        "norms behind sublayers, windows", "Olmo3Config", {**SHAPE, "sliding_window": 8}, rope_theta=5e5
+    ),
     "granite": Family(
+        "embedding, residual and logit factors",
         "GraniteConfig",
         {
             **SHAPE,
@@ -277,18 +328,30 @@ FAMILIES: dict[str, Family] = {
         multiplier=0.125,
     ),
     "cohere2": Family(
-        "Cohere2Config", {**HEADS_16, "sliding_window": 8, "logit_scale": 0.25}, multiplier=0.25
+        "parallel sublayers, logit factor, windows, layers without rope",
+        "Cohere2Config",
+        {**HEADS_16, "sliding_window": 8, "logit_scale": 0.25},
+        multiplier=0.25,
     ),
-    "smollm3": Family("SmolLM3Config", SHAPE, rope_theta=2e6),
-    "exaone4": Family("Exaone4Config", {**HEADS_16, "sliding_window": 8}),
-    "ernie4_5": Family("Ernie4_5Config", HEADS_16, rope_theta=5e5),
+    "smollm3": Family("layers without rope", "SmolLM3Config", SHAPE, rope_theta=2e6),
+    "exaone4": Family("windows, layers without rope", "Exaone4Config", {**HEADS_16, "sliding_window": 8}),
+    "ernie4_5": Family("interleaved rope", "Ernie4_5Config", HEADS_16, rope_theta=5e5),
     "minimax_m2": Family(
-        "MiniMaxM2Config", {**HEADS_16, "num_local_experts": 4, "num_experts_per_tok": 2}, rope_theta=5e6
+        "experts",
+        "MiniMaxM2Config",
+        {**HEADS_16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        rope_theta=5e6,
     ),
-    "seed_oss": Family("SeedOssConfig", HEADS_16),
-    "hunyuan_v1_dense": Family("HunYuanDenseV1Config", HEADS_16),
-    "lfm2": Family("Lfm2Config", {**SHAPE, "block_multiple_of": 8, "full_attn_idxs": [1, 4]}, rope_theta=1e6),
+    "seed_oss": Family("biases in attention", "SeedOssConfig", HEADS_16),
+    "hunyuan_v1_dense": Family("normed queries and keys", "HunYuanDenseV1Config", HEADS_16),
+    "lfm2": Family(
+        "short convolutions between attention layers",
+        "Lfm2Config",
+        {**SHAPE, "block_multiple_of": 8, "full_attn_idxs": [1, 4]},
+        rope_theta=1e6,
+    ),
     "falcon_h1": Family(
+        "Mamba beside attention, embedding and logit factors",
         "FalconH1Config",
         {
             **SHAPE,
