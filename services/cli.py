@@ -11,9 +11,10 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -24,8 +25,17 @@ from rich.text import Text
 from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
 from services.config.load import Loaded, load, refuse
+from services.config.schema import Config
 from services.config.sources import split_flags
-from services.lifecycle import ExitCode, exit_code, exit_on_thread_failure, leave, new_incarnation
+from services.lifecycle import (
+    ExitCode,
+    exit_code,
+    exit_on_thread_failure,
+    leave,
+    leave_or_rest,
+    new_incarnation,
+)
+from services.place import claim_place
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -33,7 +43,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of 
 _WITHOUT_OPTIONS = {"export", "inspect", "keys", "metrics"}
 
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
-Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: any vacant one")]
+Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: the lowest free one")]
 Rate = Annotated[
     float | None, typer.Option(min=0.0, help="tok/s of one that never waits; none: of the running run")
 ]
@@ -176,18 +186,22 @@ def coordinator(context: typer.Context, config: ConfigFile = None) -> None:
 def target(context: typer.Context, config: ConfigFile = None, index: Index = None) -> None:
     """One target server: computes hidden states."""
     loaded = _role(context, config, "target", index)
-    from services.target.server import main as serve
+    with _in_place(loaded.config, "target", index) as place:
+        from services.target.server import main as serve
 
-    leave(serve(loaded.config, new_incarnation("target"), index))
+        code = serve(loaded.config, new_incarnation("target"), place)
+    leave_or_rest(code, linger=loaded.config.watch.linger)
 
 
 @app.command()
 def drafter(context: typer.Context, config: ConfigFile = None, index: Index = None) -> None:
     """One drafter trainer."""
     loaded = _role(context, config, "drafter", index)
-    from services.drafter.trainer import main as train
+    with _in_place(loaded.config, "drafter", index) as place:
+        from services.drafter.trainer import main as train
 
-    leave(train(loaded.config, new_incarnation("drafter"), index))
+        code = train(loaded.config, new_incarnation("drafter"), place)
+    leave_or_rest(code, linger=loaded.config.watch.linger)
 
 
 @app.command()
@@ -349,6 +363,20 @@ def _role(context: typer.Context, config: Path | None, role: str, index: int | N
     events.setup(loaded.config.log, role, index)
     exit_on_thread_failure()
     return loaded
+
+
+@contextmanager
+def _in_place(config: Config, role: Literal["target", "drafter"], index: int | None) -> Iterator[int]:
+    """The place that was asked for, else a free one, given back at the end; a killed process gives it too."""
+    if index is not None:
+        yield index
+        return
+    lock, taken = claim_place(config, role)
+    events.setup(config.log, role, taken)
+    try:
+        yield taken
+    finally:
+        lock.release(unlink=True)
 
 
 def _run_dir(context: typer.Context, run: Path | None, config: Path | None) -> Path:

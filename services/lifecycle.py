@@ -136,6 +136,19 @@ def leave(code: ExitCode) -> NoReturn:
     os._exit(code)
 
 
+def leave_or_rest(code: ExitCode, *, linger: bool) -> NoReturn:
+    """`leave`, but a role whose run is over stays as an idle process if `linger`, until a signal ends it.
+
+    For containers that are restarted whenever they exit: without it each would load its model again and
+    again to be told that there is nothing to do. The program is replaced, so memory, locks and GPU are free.
+    """
+    if not linger or code != ExitCode.FINISHED:
+        leave(code)
+    log.info("the run is over: resting until stopped", extra={"option": "watch.linger"})
+    logging.shutdown()
+    os.execvp("sleep", ["sleep", "infinity"])  # noqa: S606 - it shall replace this process
+
+
 class Watchdog:
     """Ends the process when nobody calls `beat` for `stuck_s` seconds; dumps the stacks of all threads first.
 

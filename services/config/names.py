@@ -25,6 +25,8 @@ PREFIX = "DFLASH_"
 ALIASES = {
     "DFLASH_PROFILE_INTERVAL": "profile.interval_s",
     "DFLASH_SPLIT_FC_LAYERS": "target.split_fc_layers",
+    "DFLASH_TARGETS": "target.count",
+    "DFLASH_DRAFTERS": "drafter.count",
 }
 """Variables that people have in their scripts, beside the computed ones."""
 

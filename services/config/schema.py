@@ -233,6 +233,9 @@ class Watch(Options):
         60.0, description="a clean stop may take this long before `up` kills what is left"
     )
     give_up_after: Positive = option(5, description="deaths in a row without progress before `up` gives up")
+    linger: bool = option(
+        False, description="after the run's end stay up, idle, until stopped (where exits mean restarts)"
+    )
 
 
 class Log(Options):

@@ -77,7 +77,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"try /, /metrics, /healthz or /status")
 
     def do_POST(self) -> None:
-        if self.path == "/stop":
+        if "Origin" in self.headers:  # a page of another site, in the browser of someone who may stop runs
+            self._answer(403, "text/plain", b"not from a browser")
+        elif self.path == "/stop":
             self.board.on_stop()
             self._answer(202, "text/plain", b"stopping: after this step, on a recorded checkpoint")
         else:

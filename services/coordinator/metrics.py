@@ -63,7 +63,7 @@ def _phases(snapshot: Snapshot) -> Samples:
 
 
 def _state(snapshot: Snapshot) -> Samples:
-    states = ("starting", "running", "stopping", "finished", "failed")
+    states = ("starting", "running", "stopping", "stopped", "finished", "failed")
     return [((state,), float(state == snapshot["state"])) for state in states]
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from services.lifecycle import (
     new_incarnation,
     stop_on_signals,
 )
+from services.place import forget_places
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +80,17 @@ class Server:
         """From a signal handler or an HTTP thread."""
         self._stop_asked = True
 
-    def run(self, watchdog: Watchdog) -> ExitCode:
+    def run(self, watchdog: Watchdog, signalled: threading.Event) -> ExitCode:
+        """To the run's end, and with watch.linger on to a signal, serving the last status until then."""
         while not self.core.done:
             self._turn(watchdog)
-        return self._see_off(watchdog)
+        code = self._see_off(watchdog)
+        while self._config.watch.linger and not signalled.is_set():
+            watchdog.beat()
+            self._receive()
+            self._show(self._now())
+        self._metrics_file.close()
+        return code
 
     def _turn(self, watchdog: Watchdog) -> None:
         watchdog.beat()
@@ -207,6 +216,8 @@ class Server:
         last_s = self.core.record.last_commit_s
         if self.core.failed_reason:
             return self.core.failed_reason
+        if self.core.done:
+            return ""
         if last_s is not None and now_s - last_s > self._config.watch.stuck_s:
             return f"no commit for {now_s - last_s:.0f} s"
         return ""
@@ -260,7 +271,6 @@ class Server:
             "arena_bytes_left": arena_bytes(self._folder),
         }
         write_durably(self._config.run.dir / "result.json", json.dumps(result, indent=1).encode())
-        self._metrics_file.close()
         log.info(
             "accounting",
             extra={
@@ -314,7 +324,7 @@ def main(config: Config) -> ExitCode:
 
 
 def _serve(config: Config, server: Server, endpoint: str) -> ExitCode:
-    stop_on_signals(server.ask_stop)
+    signalled = stop_on_signals(server.ask_stop)
     watchdog = Watchdog(config.watch.stuck_s).start()
     web = StatusServer(server.board, config.coordinator.http_host, config.coordinator.http_port)
     where = {
@@ -324,7 +334,7 @@ def _serve(config: Config, server: Server, endpoint: str) -> ExitCode:
     write_durably(config.run.dir / "coordinator.json", json.dumps(where).encode())
     log.info("serving", extra=where)
     try:
-        return server.run(watchdog)
+        return server.run(watchdog, signalled)
     finally:
         web.close()
         watchdog.stop()
@@ -333,6 +343,7 @@ def _serve(config: Config, server: Server, endpoint: str) -> ExitCode:
 def _remove_if_empty(folder: Path) -> None:
     """Leave nothing in memory: locks of the gone, then the folder unless a role still lives in it."""
     sweep(folder)
+    forget_places(folder)
     for left in folder.glob("control*"):
         left.unlink(missing_ok=True)
     if not any(folder.iterdir()):

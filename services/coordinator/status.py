@@ -87,7 +87,7 @@ def _state(core: Coordinator) -> str:
     if core.finished:
         return "finished"
     if core.stopping:
-        return "stopping"
+        return "stopped" if core.done else "stopping"
     return "starting" if core.recovering or not core.world.ranks else "running"
 
 
@@ -138,6 +138,7 @@ def _role(core: Coordinator, member: TargetMember | DrafterMember, now_s: float)
         "role": member.role,
         "index": member.index,
         "incarnation": member.incarnation,
+        "host": member.hello.host if member.hello else "",
         "device": member.device,
         "state": "ready" if member.report is not None else "starting",
         "tokens_per_s": member.tokens_per_s(),

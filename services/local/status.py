@@ -71,7 +71,7 @@ class Status(Part):
     """The whole of `/status`."""
 
     run: str = ""
-    state: str = "starting"  # starting | running | stopping | finished | failed
+    state: str = "starting"  # starting | running | stopping | stopped | finished | failed
     reason: str = ""
     epoch: int = 0  # 0-based
     epochs: int = 0

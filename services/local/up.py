@@ -29,7 +29,7 @@ from services.local.wakeups import Wakeups, wakeups
 TICK_S = 1.0
 LEAVE_S = 5.0  # for roles that the coordinator has sent away, before they are asked again
 LAST_LINES = 25
-_ENDING = {"stopping", "finished", "failed"}
+_ENDING = {"stopping", "stopped", "finished", "failed"}
 
 
 def run_up(config: Config, arguments: Sequence[str], console: Console) -> ExitCode:

@@ -16,7 +16,13 @@ from rich.text import Text
 from services.local.status import Role, Status
 
 _EVENTS = 6
-_STATES = {"running": "green", "finished": "green", "stopping": "yellow", "failed": "red"}
+_STATES = {
+    "running": "green",
+    "finished": "green",
+    "stopping": "yellow",
+    "stopped": "yellow",
+    "failed": "red",
+}
 
 
 def render(status: Status | None, restarts: Mapping[str, int], note: str = "") -> RenderableType:

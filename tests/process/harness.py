@@ -113,6 +113,7 @@ class Run:
         targets: int = 2, drafters: int = 1, draws: int = 1, extra: str = "",
     ) -> None:  # fmt: skip
         self.targets, self.drafters = targets, drafters
+        self.placed = True  # False: roles find their places themselves, names are only ours
         # a socket's path must be short, and an arena is in memory
         self.arena = Path(tempfile.mkdtemp(prefix="draftmill-", dir="/dev/shm"))
         self.dir = root / name
@@ -136,7 +137,7 @@ class Run:
         for name in names or self.names():
             role, _, index = name.partition("-")
             command = [sys.executable, "-m", "services.cli", role, "--config", str(self.file)]
-            command += ["--index", index] if index else []
+            command += ["--index", index] if index and self.placed else []
             with (self.dir / f"{name}.log").open("ab") as log:
                 self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
 

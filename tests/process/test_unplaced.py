@@ -1,0 +1,52 @@
+"""Roles as containers start them: without an index, always restarted, idle when the run is over."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+LINGER = "[watch]\nlinger = true\n"
+
+
+def command_of(process) -> str:
+    return Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+@pytest.fixture
+def unplaced(make_run):
+    run = make_run(extra=LINGER)
+    run.placed = False
+    return run
+
+
+def test_roles_find_their_places_again_and_rest_at_the_end(unplaced, undisturbed):
+    run = unplaced
+    run.start()
+    run.wait_step(2)
+    taken = {(role["role"], role["index"]) for role in run.status()["roles"]}  # one may still be starting
+    assert taken and taken <= {("target", 0), ("target", 1), ("drafter", 0)}
+    for victim in ("target-0", "drafter-0", "coordinator"):
+        run.kill(victim)
+        run.revive()
+    run.wait(run.finished, "the finished record", revive=True)
+    roles = [run.processes[name] for name in run.names() if name != "coordinator"]
+    run.wait(lambda: all(command_of(process) == "sleep infinity" for process in roles), "all roles at rest")
+    run.wait(lambda: (run.dir / "result.json").exists(), "the accounting")
+
+    status = run.status()  # still served, for whoever looks after the end
+    assert status["state"] == "finished" and status["batches_without_outcome"] == 0
+    assert run.get("/healthz") == "ok"
+    run.start("target-0")  # a container that is started anew, e.g. with the host
+    run.wait(lambda: command_of(run.processes["target-0"]) == "sleep infinity", "a late one rests too")
+
+    run.kill("coordinator", signal.SIGTERM)
+    assert run.processes["coordinator"].returncode == 0
+    for process in [*roles, run.processes["target-0"]]:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(10)
+    run.assert_exactly_once()
+    run.assert_nothing_left()
+    assert run.final_weights() == undisturbed
