@@ -154,12 +154,14 @@ def _hours(config: Config, counts: Counts, rates: Rates) -> float:
 def read_target(path: str) -> TargetShape:
     """From the configuration alone, by building the model without memory. Raises ModelError."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from services.dflash.target_model import loader_of
 
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = loader_of(config)[0].from_config(config)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path = {path}: no causal language model to plan for: {error}") from None
     text = config.get_text_config(decoder=True)
@@ -178,9 +180,14 @@ def _mlp_width(text: Any) -> int:
 
 
 def _attention_width(text: Any) -> int:
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return size * (heads + 2 * (getattr(text, "num_key_value_heads", None) or heads))
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
+
+    def width(layer: Any) -> int:
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        return size * (heads + 2 * (getattr(layer, "num_key_value_heads", None) or heads))
+
+    return max(width(layer) for layer in layers)
 
 
 def plan_of_run(config: Config, model: Path, rates: Rates | None) -> Forecast:

@@ -76,7 +76,9 @@ def load_target(
     attention: str = "sdpa",
 ) -> Target:
     """Loads a local folder or hub id. Raises `ModelError` if it is missing, unsafe or no such model."""
-    loader = _loader(path, attention)
+    with _model_errors(path):
+        loader, model_class = loader_of(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
+    _check_attention(path, model_class, attention)
     with _model_errors(path):
         model, report = loader.from_pretrained(
             str(path),
@@ -94,22 +96,21 @@ def load_target(
     return wrap_target(model.to(device))
 
 
-def _loader(path: str | Path, attention: str) -> Any:
-    """The class that loads this configuration: a causal LM, else a vision-language model around one."""
-    with _model_errors(path):
-        kind = type(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
-    loader: Any
+def loader_of(config: Any) -> tuple[Any, Any]:
+    """(class that loads this configuration, class of the model): a causal LM, else a vision-language model
+    around one.
+
+    Raises `ModelError`.
+    """
+    kind = type(config)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        loader, model_class = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-    elif kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        loader, model_class = AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
-    else:
-        raise ModelError(
-            f"target {path}: {kind.__name__} is no causal language model; drafters are trained for models "
-            "that write text from left to right"
-        )
-    _check_attention(path, model_class, attention)
-    return loader
+        return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    raise ModelError(
+        f"{kind.__name__}: no causal language model; drafters are trained for models that write text from "
+        "left to right"
+    )
 
 
 def _check_attention(path: str | Path, model_class: Any, attention: str) -> None:

@@ -13,6 +13,7 @@ from target_table import documented, rules
 from transformers import T5Config
 
 from protocol.errors import ModelError
+from services.data.forecast import read_target
 from services.dflash.anchors import draw_anchors
 from services.dflash.drafter import Drafter
 from services.dflash.export import export_drafter
@@ -41,6 +42,13 @@ def test_taps_and_logits_of_a_ragged_batch_are_the_models_own(case):
     assert (special, rule) == (case.family.special, rules(case.family))
     for error, stated in zip(vars(found).values(), map(float, errors), strict=True):
         assert error <= max(10 * stated, ROUNDING)
+
+
+def test_its_memory_can_be_planned(case):
+    shape = read_target(str(case.folder))
+    assert shape.parameters >= sum(parameter.numel() for parameter in case.target.model.parameters())
+    assert (shape.hidden, shape.embedding_rows, shape.tied) == (32, 97, False)
+    assert shape.attention >= 32 and shape.mlp >= 32
 
 
 def test_the_table_in_the_docs_has_every_family():
@@ -178,5 +186,5 @@ def test_a_head_in_the_files_is_tied_only_if_it_is_the_embedding(equal, tmp_path
 
 def test_what_writes_no_text_is_refused(tmp_path):
     T5Config(d_model=16, num_layers=1, vocab_size=32).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="T5Config is no causal language model"):
+    with pytest.raises(ModelError, match="T5Config: no causal language model"):
         load_target(tmp_path)
