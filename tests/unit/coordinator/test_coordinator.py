@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, SimDrafter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -153,6 +153,23 @@ def test_a_newcomer_takes_the_weights_of_a_member_and_nothing_is_rolled_back(tmp
     cluster.run()
     cluster.check()
     assert cluster.ledger.timeline == 0 and cluster.core.record.roll_backs == 0
+
+
+def test_a_second_drafter_that_claims_a_rank_is_refused_and_the_first_goes_on(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    while cluster.core.step < 2:
+        cluster.respawn()
+        cluster.turn()
+    (first,) = cluster.core.members.drafters.values()
+    double = SimDrafter("drafter-double", set())
+    hello = double.hello(cluster.core.fingerprint).model_copy(update={"index": first.index})
+    assert not cluster.core.hello(hello, cluster.now_s)
+    ((name, answer),) = cluster.core.outbox
+    assert name == "drafter-double" and "place 0 for a drafter is taken by a living process" in answer.reason
+    cluster.core.outbox.clear()
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.timeline == 0
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
