@@ -10,19 +10,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from services.dflash.compiled import compiled
 from services.dflash.drafter import KeyValue
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.mask import BlockLayout, block_mask, dense_mask
 
 SPAN_BLOCKS = 32
+FLEX_OPTIONS: dict[str, int | bool] = {}
 
 
 class DenseAttention:
@@ -45,10 +47,13 @@ class FlexAttention:
 
     def __call__(self, layer: int, query_RNE: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
         key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, block, strict=True))
-        kernel = _compiled_flex() if query_RNE.is_cuda else flex_attention
+        kernel: Callable[..., Tensor] = flex_attention
+        if query_RNE.is_cuda:
+            kernel = compiled(flex_attention)
         mask = self.masks[self.config.window(layer)]
-        mixed = kernel(query_RNE.transpose(0, 1)[None], key, value, block_mask=mask, enable_gqa=True)
-        return mixed[0].transpose(0, 1)
+        query = query_RNE.transpose(0, 1)[None]
+        options = {"block_mask": mask, "enable_gqa": True, "kernel_options": FLEX_OPTIONS}
+        return kernel(query, key, value, **options)[0].transpose(0, 1)
 
 
 class ServingAttention:
@@ -158,8 +163,3 @@ def _masked(query_RNE: Tensor, context: KeyValue, block: KeyValue, mask: Tensor 
 
 def _windows(config: DrafterConfig) -> list[int]:
     return sorted({config.window(layer) for layer in range(config.num_hidden_layers)})
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.dflash.compiled import fused
 from services.dflash.drafter_config import DrafterConfig
+from services.dflash.linear import Linear, project, project_gated
 from services.seeds import seed as derive_seed
 
 INITIAL_DEVIATION = 0.02
@@ -45,19 +47,6 @@ class Attend(Protocol):
         """Returns [R, N, E]."""
 
 
-class Linear(nn.Linear):
-    """Without bias; the weight is cast to the input's type."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Nothing: `Drafter` draws every weight itself, without touching torch's global generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
 class RMSNorm(nn.Module):
     """Statistics in float32, scale in the input's type: the rounding that servers of Qwen3 layers use."""
 
@@ -67,13 +56,29 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * wide.to(x.dtype)
+        return normed(x, self.weight, self.eps)
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions applied to [rows, heads, E], halves paired as in Llama."""
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight.to(x.dtype) * wide.to(x.dtype)
+
+
+normed = fused(_normed)
+
+
+@fused
+def normed_sum(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, and its norm."""
+    total = x + more
+    return total, _normed(total, weight, eps)
+
+
+@fused
+def normed_and_rotated(x: Tensor, weight: Tensor, eps: float, rope: Rope) -> Tensor:
+    """Each head of [rows, heads, E] normed, then rotated; halves paired as in Llama."""
+    x = _normed(x, weight, eps)
     first, second = x.chunk(2, dim=-1)
     return x * rope.cos[:, None] + torch.cat((-second, first), dim=-1) * rope.sin[:, None]
 
@@ -93,12 +98,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def query(self, x: Tensor, rope: Rope) -> Tensor:
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+    def block(self, x: Tensor, rope: Rope) -> tuple[Tensor, KeyValue]:
+        """Queries [rows, N, E], keys and values of block rows."""
+        key, value, query = self._heads(x, self.k_proj, self.v_proj, self.q_proj)
+        key = normed_and_rotated(key, self.k_norm.weight, self.k_norm.eps, rope)
+        return normed_and_rotated(query, self.q_norm.weight, self.q_norm.eps, rope), KeyValue(key, value)
 
     def key_value(self, x: Tensor, rope: Rope) -> KeyValue:
-        key = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
-        return KeyValue(key, self.v_proj(x).unflatten(-1, (-1, self.head_dim)))
+        key, value = self._heads(x, self.k_proj, self.v_proj)
+        return KeyValue(normed_and_rotated(key, self.k_norm.weight, self.k_norm.eps, rope), value)
+
+    def _heads(self, x: Tensor, *maps: Linear) -> list[Tensor]:
+        return [rows.unflatten(-1, (-1, self.head_dim)) for rows in project(x, *maps)]
 
 
 class MLP(nn.Module):
@@ -109,7 +120,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return project_gated(gate, up, self.down_proj)
 
 
 class DrafterLayer(nn.Module):
@@ -122,11 +134,11 @@ class DrafterLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x_RH: Tensor, rope: Rope, context: KeyValue, attend: Attend) -> Tensor:
-        h_RH = self.input_layernorm(x_RH)
-        block = self.self_attn.key_value(h_RH, rope)
-        mixed_RNE = attend(self.index, self.self_attn.query(h_RH, rope), context, block)
-        x_RH = x_RH + self.self_attn.o_proj(mixed_RNE.flatten(1))
-        return x_RH + self.mlp(self.post_attention_layernorm(x_RH))
+        query_RNE, block = self.self_attn.block(self.input_layernorm(x_RH), rope)
+        mixed_RH = self.self_attn.o_proj(attend(self.index, query_RNE, context, block).flatten(1))
+        norm = self.post_attention_layernorm
+        x_RH, h_RH = normed_sum(x_RH, mixed_RH, norm.weight, norm.eps)
+        return x_RH + self.mlp(h_RH)
 
 
 class Drafter(nn.Module):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from services.dflash.compiled import compiled
+
 CPU_CHUNK_ROWS = 256  # 50 MB of float32 logits at 49,152 rows; smaller products are up to a third slower
 GPU_CHUNK_ROWS = 1024
 
@@ -49,15 +51,23 @@ def row_losses(
     return RowLosses(loss_R, correct_R)
 
 
+def _raw(hidden: Tensor, head: FrozenHead) -> Tensor:
+    """Before multiplier and cap, in the head's type."""
+    return hidden.to(head.weight_VH.dtype) @ head.weight_VH.T
+
+
 def _logits(hidden: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor | None]:
-    """Capped logits in float32, and tanh(.) where its slope is needed."""
-    raw = (hidden.to(head.weight_VH.dtype) @ head.weight_VH.T).float()
-    if head.multiplier != 1.0:
-        raw = raw * head.multiplier
-    if head.softcap == 0.0:
+    return _capped(_raw(hidden, head).float(), head.multiplier, head.softcap)
+
+
+def _capped(raw: Tensor, multiplier: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Logits, and tanh(.) where its slope is needed; float32, `raw` may be overwritten."""
+    if multiplier != 1.0:
+        raw = raw * multiplier
+    if softcap == 0.0:
         return raw, None
-    squashed = raw.div_(head.softcap).tanh_()
-    return squashed * head.softcap, squashed
+    squashed = raw.div_(softcap).tanh_()
+    return squashed * softcap, squashed
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -69,10 +79,13 @@ class _HeadLoss(torch.autograd.Function):
         loss_R = torch.empty(rows, dtype=torch.float32, device=hidden_RH.device)
         correct_R = torch.empty(rows, dtype=torch.bool, device=hidden_RH.device)
         gradient_RH = torch.empty_like(hidden_RH) if ctx.needs_input_grad[0] else None
+        losses = _losses_on_gpu if hidden_RH.is_cuda else _losses
         for first in range(0, rows, chunk):
             part = slice(first, first + chunk)
-            teacher = None if teacher_RH is None else teacher_RH[part]
-            loss_R[part], correct_R[part], slope = _chunk(hidden_RH[part], head, labels_R[part], teacher)
+            teacher = None if teacher_RH is None else _raw(teacher_RH[part], head)
+            loss_R[part], correct_R[part], slope = losses(
+                _raw(hidden_RH[part], head), labels_R[part], teacher, head.multiplier, head.softcap
+            )
             if gradient_RH is not None:
                 gradient_RH[part] = slope.to(head.weight_VH.dtype) @ head.weight_VH
         ctx.save_for_backward(gradient_RH)
@@ -85,23 +98,23 @@ class _HeadLoss(torch.autograd.Function):
         return gradient_RH * gradients[0][:, None].to(gradient_RH.dtype), None, None, None, None
 
 
-def _chunk(
-    hidden: Tensor, head: FrozenHead, labels: Tensor, teacher: Tensor | None
+def _losses(
+    raw: Tensor, labels: Tensor, teacher_raw: Tensor | None, multiplier: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, correct, d loss / d raw logits [chunk, V]) of a few rows; the logits are overwritten."""
-    logits, squashed = _logits(hidden, head)
+    logits, squashed = _capped(raw.float(), multiplier, softcap)
     label = logits.gather(1, labels[:, None])
     top = logits.amax(1, keepdim=True)
     probability = logits.sub_(top)
     shifted_label = label - top
-    if teacher is not None:
-        wanted_log = _logits(teacher, head)[0].log_softmax(-1)
+    if teacher_raw is not None:
+        wanted_log = _capped(teacher_raw.float(), multiplier, softcap)[0].log_softmax(-1)
         wanted = wanted_log.exp()
         expected = (wanted * (wanted_log - probability)).sum(1, keepdim=True)
     probability.exp_()
     total = probability.sum(1, keepdim=True)
     probability.div_(total)
-    if teacher is None:
+    if teacher_raw is None:
         loss = total.log() - shifted_label
         probability.scatter_(1, labels[:, None], probability.gather(1, labels[:, None]) - 1.0)
     else:
@@ -109,6 +122,32 @@ def _chunk(
         probability.sub_(wanted)
     if squashed is not None:
         probability.mul_(1.0 - squashed.square())
-    if head.multiplier != 1.0:
-        probability.mul_(head.multiplier)
+    if multiplier != 1.0:
+        probability.mul_(multiplier)
     return loss[:, 0], (label >= top)[:, 0], probability
+
+
+def _losses_on_gpu(*rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return compiled(_losses_in_one_kernel)(*rows)
+
+
+def _losses_in_one_kernel(
+    raw: Tensor, labels: Tensor, teacher_raw: Tensor | None, multiplier: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_losses` for a compiler: nothing in place, no scatter, the slope in the type of `raw`."""
+    logits, squashed = _capped(raw.float(), multiplier, softcap)
+    label = logits.gather(1, labels[:, None])
+    top = logits.amax(1, keepdim=True)
+    exponentials = (logits - top).exp()
+    total = exponentials.sum(1, keepdim=True)
+    if teacher_raw is None:
+        wanted = torch.arange(raw.shape[1], device=raw.device) == labels[:, None]
+        loss = total.log() - (label - top)
+    else:
+        wanted_log = _capped(teacher_raw.float(), multiplier, softcap)[0].log_softmax(-1)
+        wanted = wanted_log.exp()
+        loss = (wanted * (wanted_log - (logits - top))).sum(1, keepdim=True) + total.log()
+    slope = exponentials / total - wanted.float()
+    if squashed is not None:
+        slope = slope * (1.0 - squashed.square())
+    return loss[:, 0], (label >= top)[:, 0], (slope * multiplier).to(raw.dtype)

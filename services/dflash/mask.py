@@ -106,8 +106,11 @@ def block_mask(layout: BlockLayout, window: int) -> BlockMask:
         order = torch.argsort(tiles.to(torch.int8), dim=-1, descending=True, stable=True)
         return tiles.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
+    # The kernel works the rule out for each element of a partial tile: 32-bit integers are cheaper.
+    narrow = layout._replace(anchor_A=layout.anchor_A.int(), start_A=layout.start_A.int())
+
     def rule(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return visible(layout, window, row, key)
+        return visible(narrow, window, row, key)
 
     partial_count, partial_tiles = listed(partial)
     full_count, full_tiles = listed(full)
