@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.check.data import check_data, check_other_files
+from services.check.devices import check_devices, gpu_memory
 from services.check.machine import arenas_size, check_places, check_room, checkpoint_size, slot_size
 from services.check.model import ModelFacts, check_model
 from services.check.run_folder import check_run_folder, is_running
@@ -35,6 +36,7 @@ def check(loaded: Loaded) -> Report:
     findings += check_places(loaded, port_is_ours=is_running(loaded.config.run.dir))
     if model is not None:
         findings += check_room(loaded, model)
+        findings += check_devices(loaded, model, gpu_memory())
     return Report(_facts(loaded, model, dataset if not findings else None), findings)
 
 

@@ -86,7 +86,7 @@ def _cap(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
 def _memory(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
     config = loaded.config
     on_cpu = _on_cpu(config.target.gpus)
-    wanted = arenas_size(config, model) // 2 + (config.target.count * model.weight_bytes if on_cpu else 0)
+    wanted = arenas_size(config, model) // 2 + (config.target.count * model.loaded_bytes if on_cpu else 0)
     available = _available_memory()
     if wanted > available:
         weights = f" and {config.target.count} copies of the target's weights" if on_cpu else ""

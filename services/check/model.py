@@ -6,6 +6,7 @@ No weights are read, only the headers of their files. Slow for one reason: impor
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.target_model import load_stop_ids, load_text_config, load_tokenizer
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PLAIN = ("F64", "F32", "BF16", "F16")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -29,6 +31,7 @@ class ModelFacts(NamedTuple):
     folder: Path
     rows: int  # of the embedding
     weight_bytes: int
+    loaded_bytes: int  # of the weights in `model.dtype`
     tokenizer: Any | None  # None: the folder has none, and none is needed
     drafter: DrafterConfig
 
@@ -48,7 +51,8 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
     except ModelError as error:
         return None, [Finding(subject, str(error))]
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    facts = ModelFacts(folder, rows, weight_bytes, tokenizer, shape)
+    loaded_bytes = _loaded_bytes(folder, loaded.config.model.dtype)
+    facts = ModelFacts(folder, rows, weight_bytes, loaded_bytes, tokenizer, shape)
     if rows != text_config.vocab_size:
         rule = (
             f"{rows} rows of embedding, {text_config.vocab_size} in config.json; they do not belong together"
@@ -111,6 +115,17 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         if length > file.stat().st_size:
             raise ValueError(f"header of {length} bytes")
         return json.loads(stream.read(length)), 8 + length
+
+
+def _loaded_bytes(folder: Path, dtype: str) -> int:
+    """Plain floating tensors count in `dtype`, others (packed, counters) as they are stored."""
+    item, total = 4 if dtype == "float32" else 2, 0
+    for file in folder.glob("*.safetensors"):
+        for name, entry in _header(file)[0].items():
+            if name != "__metadata__" and not name.startswith("mtp."):
+                start, end = entry["data_offsets"]
+                total += item * math.prod(entry["shape"]) if entry["dtype"] in _PLAIN else end - start
+    return total
 
 
 def _embedding_rows(folder: Path) -> int | None:

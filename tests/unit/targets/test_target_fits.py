@@ -1,0 +1,66 @@
+"""A target that is too large for its GPU is refused by the numbers, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from target_families import FAMILIES, model_of
+
+from services.check.devices import check_devices
+from services.check.model import ModelFacts, check_model
+from services.config.load import load
+
+GIB = 2**30
+
+
+def facts_of(folder: Path, **options: str):
+    """Options and facts of a saved model that is said to have 60 billion bytes in bfloat16."""
+    words = {
+        "model.path": str(folder), "data.path": "unused", "drafter.mask_token_id": "96", "drafter.taps": "2",
+    } | {name.replace("__", "."): value for name, value in options.items()}  # fmt: skip
+    loaded = load(None, [(f"--{name}", value) for name, value in words.items()], {})
+    facts, findings = check_model(loaded)
+    assert isinstance(facts, ModelFacts) and not findings
+    return loaded, facts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("fits")
+    model_of(FAMILIES["qwen3"], tied=False).save_pretrained(found)
+    return found
+
+
+def found(folder, memory, weights=60 * GIB, **options):
+    loaded, facts = facts_of(folder, **options)
+    return [str(finding) for finding in check_devices(loaded, facts._replace(loaded_bytes=weights), memory)]
+
+
+def test_weights_count_in_the_type_they_are_loaded_as(folder):
+    parameters = sum(p.numel() for p in model_of(FAMILIES["qwen3"], tied=False).parameters())
+    for dtype, item in (("float32", 4), ("bfloat16", 2), ("float16", 2)):
+        assert facts_of(folder, model__dtype=dtype)[1].loaded_bytes == item * parameters
+
+
+def test_a_target_larger_than_its_gpu_is_refused_by_the_numbers(folder):
+    (finding,) = found(folder, {0: 48 * GIB, 1: 48 * GIB})
+    assert "GPU 0 has 48 GiB, target 0 60 GiB (weights 60 GiB, pack buffers" in finding
+    assert "quantise the target" in finding and f"model.path = {folder}" in finding
+
+
+def test_roles_that_share_a_gpu_are_added_up(folder):
+    assert not found(folder, {0: 80 * GIB})
+    (finding,) = found(folder, {0: 80 * GIB}, target__count="2", target__gpus="0,0")
+    assert "target 0 60 GiB" in finding and "target 1 60 GiB" in finding and "drafter 0" in finding
+    assert not found(folder, {0: 80 * GIB, 1: 80 * GIB, 2: 80 * GIB}, target__count="2")
+
+
+def test_a_gpu_that_is_not_there_is_named(folder):
+    (finding,) = found(folder, {0: 80 * GIB}, target__gpus="3")
+    assert "target 0: there is no GPU 3 here" in finding
+
+
+def test_a_cpu_has_no_gpu_to_be_too_small(folder):
+    assert not found(folder, {})
+    assert not found(folder, {0: GIB}, target__gpus="cpu", drafter__gpus="cpu")
