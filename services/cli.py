@@ -35,6 +35,7 @@ from services.lifecycle import (
     leave_or_rest,
     new_incarnation,
 )
+from services.models.hub import load_local
 from services.place import claim_place
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -81,7 +82,7 @@ def common(context: typer.Context) -> None:
 @app.command()
 def prepare(context: typer.Context, inputs: Inputs, config: ConfigFile = None) -> None:
     """Chats or tokenized completions become the dataset at data.path."""
-    options = load(config, context.obj).config
+    options = load_local(config, context.obj).config
     from services.data.prepare import prepare as convert
 
     with Progress(console=Console(stderr=True)) as bar:
@@ -146,6 +147,7 @@ def regenerate(
     else:
         from services.data.answers_local import local_answers
 
+        options = load_local(config, context.obj, needs=["model.path"]).config
         answerer = local_answers(options, ask, device=device, batch_tokens=batch_tokens)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("answering", total=None)
@@ -256,7 +258,7 @@ def check(
     quiet: Annotated[bool, typer.Option("--quiet", help="print findings only")] = False,
 ) -> None:
     """Validate options, model, data, memory, disk, port and run folder before anything starts."""
-    loaded = load(config, context.obj)
+    loaded = load_local(config, context.obj)
     from services.check.check import check as look
 
     report = look(loaded)
@@ -274,7 +276,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table")] = False,
 ) -> None:
     """Speculative decoding with the target on the held-out prompts of eval.prompts."""
-    options = load(config, context.obj, needs=["model.path"]).config
+    options = load_local(config, context.obj, needs=["model.path"]).config
     import torch
 
     from services.dflash.evaluate import run_eval
@@ -339,7 +341,7 @@ def plan(
     context: typer.Context, config: ConfigFile = None, target_rate: Rate = None, drafter_rate: Rate = None
 ) -> None:
     """What the run will take: steps, packs, padding, memory, and with rates hours and balance."""
-    options = load(config, context.obj).config
+    options = load_local(config, context.obj).config
     from services.data.forecast import Rates, plan_of_run
     from services.data.forecast_view import show
     from services.local.reports import live_rates
@@ -359,7 +361,7 @@ def keys(folder: Annotated[Path, typer.Argument(help="new folder for the keys")]
 
 
 def _role(context: typer.Context, config: Path | None, role: str, index: int | None) -> Loaded:
-    loaded = load(config, context.obj)
+    loaded = load_local(config, context.obj)
     events.setup(loaded.config.log, role, index)
     exit_on_thread_failure()
     return loaded

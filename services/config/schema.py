@@ -48,7 +48,7 @@ class Run(Options):
 
 
 class Model(Options):
-    path: str = option(description="target model: a local folder with config.json and safetensors")
+    path: str = option(description="target model: a folder with config.json and safetensors, or a hub id")
     dtype: Literal["float32", "bfloat16", "float16"] = training(
         "bfloat16", description="the target's compute type"
     )

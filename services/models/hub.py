@@ -1,0 +1,56 @@
+"""A hub id in `model.path` becomes the local folder of its files; everything else wants a folder.
+
+Downloaded once into Hugging Face's cache (0.5 s to look up when it is there), found there offline
+(`HF_HUB_OFFLINE=1`). Safetensors, configurations and tokenizer only. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol.errors import ModelError
+from services.config.load import REQUIRED, Loaded, load
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
+_OTHER_COPIES = ("original/*", "consolidated*", "onnx/*")
+
+
+def load_local(
+    file: Path | None = None, flags: Sequence[tuple[str, str]] = (), needs: Sequence[str] = REQUIRED
+) -> Loaded:
+    """As `load`, with the target's files on this machine. Raises ConfigError, ModelError."""
+    loaded = load(file, flags, needs=needs)
+    model = loaded.config.model
+    folder = local_folder(model.path)
+    if folder == model.path:
+        return loaded
+    changed = loaded.config.model_copy(update={"model": model.model_copy(update={"path": folder})})
+    return loaded._replace(config=changed)
+
+
+def local_folder(path: str, cache: Path | None = None) -> str:
+    """`path` itself if it is a folder or no hub id (then who opens it says so), else its snapshot.
+
+    `cache` None is Hugging Face's own. Raises ModelError when the files can be had from nowhere.
+    """
+    if Path(path).exists() or not _HUB_ID.fullmatch(path):
+        return path
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return snapshot_download(
+            path, cache_dir=cache, allow_patterns=list(_WANTED), ignore_patterns=list(_OTHER_COPIES)
+        )
+    except OSError as error:  # connection, unknown or gated repository, nothing in the cache
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error)
+        raise ModelError(
+            f"model.path {path}: no such folder, and as a hub id it is not in the local cache and cannot be "
+            f"downloaded ({why}); run `hf download {path}` where there is a network, or give a folder"
+        ) from error
+
+
+def _first_line(error: OSError) -> str:
+    return str(error).strip().partition("\n")[0]
