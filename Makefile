@@ -1,7 +1,8 @@
 # Every target makes .venv first if it is missing or the pinned set has changed.
 #
 #   make demo    train and evaluate a real drafter on this machine, 8 minutes after the installation
-#   make test    all tests but those that need a GPU
+#   make test    all tests but those that need a GPU or a Docker engine
+#   make test-compose   the compose file on a real engine; starts one if it may
 #   make check   lint, format, types, import direction
 #   make chaos   kill everything at any time and compare the weights: DURATION, SEED, TARGETS, DRAFTERS, ELASTIC
 #   make bench   benchmarks; results as JSON in benchmarks/results
@@ -22,7 +23,10 @@ demo: $(MADE)
 	$(BIN)/python examples/demo/run.py
 
 test: $(MADE)
-	$(ONE_THREAD) $(BIN)/pytest -m "not gpu"
+	$(ONE_THREAD) $(BIN)/pytest -m "not gpu and not compose"
+
+test-compose: $(MADE)
+	$(ONE_THREAD) $(BIN)/pytest -m compose tests/compose
 
 check: $(MADE)
 	$(BIN)/ruff check .

@@ -117,7 +117,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Training": (
         Panel("Loss", "short", "Training loss of the last reported step.", (("draftmill_loss~", "loss"),)),
         Panel(
-            "Acceptance", "short", "Leading drafted tokens of a block that equal the labels.",
+            "Acceptance", "short", "In training: 1 + drafted tokens of a block before the first wrong one.",
             (("draftmill_accepted_tokens~", "tokens a block"),), width=6,
         ),
         Panel(

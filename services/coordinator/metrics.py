@@ -253,8 +253,8 @@ FAMILIES: tuple[Family, ...] = (
         (), _metric("accuracy"),
     ),
     Family(
-        "draftmill_accepted_tokens", "gauge", "leading drafted tokens of a block that equal the labels",
-        (), _metric("accepted"),
+        "draftmill_accepted_tokens", "gauge", "1 + drafted tokens of a block before the first wrong one",
+        (), _metric("accepted_length"),
     ),
     Family(
         "draftmill_gpu_utilization_ratio", "gauge", "share of the last second in which a kernel ran",

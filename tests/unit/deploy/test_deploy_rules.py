@@ -57,3 +57,16 @@ def test_every_alert_says_what_it_is_and_how_bad():
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("info", "warning", "critical")
             assert set(rule["annotations"]) == {"summary", "description"}
+
+
+def test_the_manual_says_what_to_do_about_every_alert():
+    manual = (ROOT / "docs" / "operations.md").read_text()
+    assert [name for name in ALERTS if f"| `{name}` |" not in manual] == []
+
+
+def test_the_manual_names_variables_that_exist():
+    manual = (ROOT / "docs" / "operations.md").read_text()
+    options = (ROOT / "docs" / "options.md").read_text()
+    compose = "".join((ROOT / n).read_text() for n in ("docker-compose.yml", ".env.example"))
+    capitals = set(re.findall(r"`([A-Z][A-Z_]{3,})`", manual))
+    assert [name for name in capitals if name not in options and name not in compose] == []
