@@ -85,11 +85,11 @@ def _cap(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
 
 def _memory(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
     config = loaded.config
-    on_cpu = _on_cpu(config.target.gpus)
-    wanted = arenas_size(config, model) // 2 + (config.target.count * model.loaded_bytes if on_cpu else 0)
+    copies = (1 if model.shared else config.target.count) if _on_cpu(config.target.gpus) else 0
+    wanted = arenas_size(config, model) // 2 + copies * model.loaded_bytes
     available = _available_memory()
     if wanted > available:
-        weights = f" and {config.target.count} copies of the target's weights" if on_cpu else ""
+        weights = f" and {copies} x {size(model.loaded_bytes)} of weights" if copies else ""
         rule = f"arenas{weights} take {size(wanted)}, {size(available)} of memory are available; lower them"
         yield Finding(loaded.describe("target.count", "target.slots"), rule)
 

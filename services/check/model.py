@@ -21,7 +21,7 @@ from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.target_model import load_stop_ids, load_text_config, load_tokenizer
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_PLAIN = ("F64", "F32", "BF16", "F16")
+_STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -32,6 +32,7 @@ class ModelFacts(NamedTuple):
     rows: int  # of the embedding
     weight_bytes: int
     loaded_bytes: int  # of the weights in `model.dtype`
+    shared: bool  # stored in that type: targets on a CPU map the files and have one copy between them
     tokenizer: Any | None  # None: the folder has none, and none is needed
     drafter: DrafterConfig
 
@@ -51,8 +52,8 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
     except ModelError as error:
         return None, [Finding(subject, str(error))]
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    loaded_bytes = _loaded_bytes(folder, loaded.config.model.dtype)
-    facts = ModelFacts(folder, rows, weight_bytes, loaded_bytes, tokenizer, shape)
+    loaded_bytes, shared = _loaded_bytes(folder, loaded.config.model.dtype)
+    facts = ModelFacts(folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape)
     if rows != text_config.vocab_size:
         rule = (
             f"{rows} rows of embedding, {text_config.vocab_size} in config.json; they do not belong together"
@@ -117,15 +118,21 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         return json.loads(stream.read(length)), 8 + length
 
 
-def _loaded_bytes(folder: Path, dtype: str) -> int:
-    """Plain floating tensors count in `dtype`, others (packed, counters) as they are stored."""
-    item, total = 4 if dtype == "float32" else 2, 0
+def _loaded_bytes(folder: Path, dtype: str) -> tuple[int, bool]:
+    """Bytes in memory and whether none is converted. Plain floating tensors count in `dtype`, others (packed,
+    counters) as they are stored.
+    """
+    item, total, shared = 4 if dtype == "float32" else 2, 0, True
     for file in folder.glob("*.safetensors"):
         for name, entry in _header(file)[0].items():
             if name != "__metadata__" and not name.startswith("mtp."):
                 start, end = entry["data_offsets"]
-                total += item * math.prod(entry["shape"]) if entry["dtype"] in _PLAIN else end - start
-    return total
+                total += (
+                    item * math.prod(entry["shape"]) if entry["dtype"] in _STORED_AS.values() else end - start
+                )
+                # experts are stacked into new tensors on loading
+                shared &= entry["dtype"] == _STORED_AS[dtype] and ".experts." not in name
+    return total, shared
 
 
 def _embedding_rows(folder: Path) -> int | None:
