@@ -1,9 +1,9 @@
 """Small pieces of the drafter compiled for training on a GPU; anywhere else the function as written.
 
 Between two matrix products a step only moves bytes, and every operation that PyTorch runs on its own
-moves them once more: at the shape of Qwen3-8B 45 of 170 ms. Each piece here becomes one kernel, or two
-with a reduction over rows. Pieces and not layers: a piece compiles in a second, all layers share it,
-and the matrix products, two thirds of a step, stay with the library that does them best.
+moves them once more: at the shape of Qwen3-8B that was 50 of 170 ms. Each piece here becomes one kernel,
+or two with a reduction over rows. Pieces and not layers: they are small and all layers share them,
+and the matrix products, three quarters of a step, stay with the library that does them best.
 
 Shapes are fixed, so each number of rows is compiled once. Decoding (no gradients, another length every
 block) is never compiled.
