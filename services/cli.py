@@ -285,11 +285,9 @@ def evaluate(
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("prompts", total=None)
         found = run_eval(
-            checkpoint,
-            options,
-            device=device,
+            checkpoint, options, device=device,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
-        )
+        )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
@@ -301,11 +299,17 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="training checkpoint")],
     out: Annotated[Path, typer.Argument(help="new folder for the drafter in z-lab's layout")],
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    target: Annotated[str, typer.Option(help="folder or hub id, for the model card")] = "",
+    evaluation: Annotated[Path | None, typer.Option(help="of `draftmill eval --json`, for the card")] = None,
+    push_to_hub: Annotated[str, typer.Option(help="repository to upload to; a new one is private")] = "",
 ) -> None:
-    """Write a drafter that vLLM, SGLang and z-lab's package load, and check it."""
-    from services.dflash.evaluate import run_export
+    """Write a drafter that vLLM, SGLang and z-lab's package load, check it, and describe it in a card."""
+    from services.models.publish import export as publish
 
-    typer.echo(json.dumps(run_export(checkpoint, out, dtype=dtype), indent=1))
+    found = publish(
+        checkpoint, out, dtype=dtype, target=target, evaluation=evaluation, push_to_hub=push_to_hub
+    )
+    typer.echo(json.dumps(found, indent=1))
 
 
 @app.command(name="config")

@@ -41,7 +41,7 @@ def check_run_folder(loaded: Loaded, dataset: Dataset | None) -> list[Finding]:
     if dataset is None or not (config.run.dir / LEDGER).exists():
         return []
     try:
-        recorded = _recorded_identity(config.run.dir / LEDGER)
+        recorded = recorded_identity(config.run.dir / LEDGER)
         current = identity(config, dataset.fingerprint, model_fingerprint(Path(config.model.path)))
     except sqlite3.DatabaseError as error:
         return [Finding(subject, f"{LEDGER}: {error}; restore it from a backup, or choose another run.dir")]
@@ -59,7 +59,8 @@ def _where(run_dir: Path) -> str:
         return "starting"
 
 
-def _recorded_identity(ledger: Path) -> dict[str, Any]:
+def recorded_identity(ledger: Path) -> dict[str, Any]:
+    """Of a run: training options, dataset, model; empty before it begins. Raises sqlite3.DatabaseError."""
     with tempfile.TemporaryDirectory() as aside:
         for file in ledger.parent.glob(f"{ledger.name}*"):
             if not file.name.endswith("-shm"):

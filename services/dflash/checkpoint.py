@@ -118,6 +118,11 @@ def is_training_checkpoint(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
+def state_sha256(folder: Path) -> str:
+    """The checkpoint's own SHA-256, of its `state.json`; what the files hold is not read."""
+    return str(_fingerprint(folder / STATE)["sha256"])
+
+
 def sweep_partial(parent: Path) -> list[str]:
     """Removes what writers that died left behind; returns the removed names. Call it while nobody writes."""
     left = sorted(path for path in parent.glob(f"{_PARTIAL}*") if path.is_dir())
