@@ -10,6 +10,7 @@ newest level of each member and on the ledger. Clock readings are handed in.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from protocol.messages import (
 from services.config.schema import Config
 from services.coordinator.ledger import CheckpointRow, Ledger
 from services.coordinator.members import DrafterMember, Members, TargetMember
-from services.coordinator.placement import Limits, Placement, Wanted
+from services.coordinator.placement import LEASE_PATIENCE_S, Limits, Placement, Wanted
 from services.coordinator.pool import Flight, Pool
 from services.coordinator.record import Record
 from services.coordinator.steps import Composer, Composition, Try, rank_of
@@ -91,7 +92,12 @@ class Coordinator:
             places=len(drafter_devices), elastic=config.drafter.elastic, salt=str(config.run.dir.absolute())
         )
         self._regrouped_s = now_s - REGROUP_S
+        self._formed_version = -1  # of the members that the world was last formed from
+        self._complaints: set[str] = set()  # drafters whose last report says that their group is over
         self.pool = Pool()
+        self._frontier = 0  # before this step every batch has been placed once
+        self._leased_for: object = None
+        self._lease_again_s = 0.0
         limits = Limits(
             config.target.assign_ahead, cap.in_flight_cap_packs, cap.in_flight_cap_bytes,
             cap.overdue_s, config.drafter.prefetch_packs,
@@ -164,8 +170,18 @@ class Coordinator:
 
     def complete_members(self) -> list[DrafterMember]:
         """Living drafters with the weights of the ledger's last step, or its voted gradient in hand."""
-        last_try, here = self.ledger.last_try, self.here
-        return [d for d in self.members.drafters.values() if _is_complete(d, here, last_try)]
+        return [d for d in self.members.drafters.values() if self.is_complete(d)]
+
+    def is_complete(self, drafter: DrafterMember) -> bool:
+        return _is_complete(drafter, self.here, self.ledger.last_try)
+
+    def first_complete_rank(self) -> str | None:
+        """Who gives its state to newcomers. Looks at all ranks while nobody is complete."""
+        drafters, here, last_try = self.members.drafters, self.here, self.ledger.last_try
+        for name in self.world.ranks:
+            if name in drafters and _is_complete(drafters[name], here, last_try):
+                return name
+        return None
 
     def _recorded_here(self) -> bool:
         rows = self.ledger.checkpoints()
@@ -234,6 +250,8 @@ class Coordinator:
         self._awaited.discard(name)
         if member.report is None:
             self.record.ready(now_s, member)
+            self.members.changed()
+            self.pool.freed = True
         if isinstance(report, TargetReport) and isinstance(member, TargetMember):
             member.report = report
             self._target_reported(member, report, now_s)
@@ -264,12 +282,16 @@ class Coordinator:
 
     def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:
         name = member.incarnation
-        held = set(report.held)
-        for flight in self.pool:
-            if flight.holder is None and flight.ready and flight.attempt in held and flight.lease is None:
-                self.pool.lease(
-                    flight, name, self.new_stamp(), now_s
-                )  # it got it before this coordinator's start
+        for attempt in report.held:
+            flight = self.pool.of_attempt(attempt)
+            if flight is not None and flight.ready and flight.holder is None and flight.lease is None:
+                # it got it before this coordinator's start
+                self.pool.lease(flight, name, self.new_stamp(), now_s)
+        self.pool.touched.add(name)
+        if report.generation is None and GROUP_ERROR in report.error:
+            self._complaints.add(name)
+        else:
+            self._complaints.discard(name)
         self.pool.drafter_reported(name, report.held)
         if self.current is not None:
             self.current.vote(name, report.vote)
@@ -320,7 +342,8 @@ class Coordinator:
         if isinstance(member, TargetMember):
             self.pool.target_died(name)
             return
-        if self.current is not None and name in self.current.ranks:
+        self._complaints.discard(name)
+        if self.current is not None and name in self.current:
             self._abort(f"drafter {name} {reason}", now_s)
         if self.saving is not None and self.saving.incarnation == name:
             self.saving = None
@@ -367,7 +390,8 @@ class Coordinator:
         if attempt is None or not attempt.decided:
             return
         bad = attempt.bad_batches()
-        attempts = {flight.batch: flight.attempt for flight in self.pool}
+        flights = self.pool.flights
+        attempts = {b: flights[b].attempt for _, b in attempt.composition if b in flights}
         if bad:
             self.current = None
             for batch in bad:
@@ -433,10 +457,14 @@ class Coordinator:
             self._regrouped_s = now_s
             self.record.event(now_s, f"generation {self.world.generation} is over: {broken}")
             self._abort(broken, now_s)
-        at_boundary = self.current is None
+        at_boundary, version = self.current is None, self.members.version
+        if version == self._formed_version and not broken:
+            return
         ready = [d for d in self.members.drafters.values() if d.report is not None]
         if self.world.update(ready, at_boundary=at_boundary, number=self._number, broken=bool(broken)):
             assert self.current is None, "a try outlived its world"
+        if at_boundary:  # else a newcomer may still be waiting for one
+            self._formed_version = version
 
     def _number(self) -> int:
         """A stamp as one number: orders with a newer stamp speak of this generation or a later one."""
@@ -444,18 +472,15 @@ class Coordinator:
 
     def _broken_group(self) -> str:
         """Why the generation cannot go on, in a member's words; "" if none that was told of it complains."""
-        for rank in self.world.ranks:
-            member = self.members.drafters.get(rank)
-            report = member.report if member else None
-            if report is None or report.generation is not None or GROUP_ERROR not in report.error:
-                continue
-            if _as_number(report.orders) > self.world.generation:
-                return f"{rank}: {report.error}"
+        for name in sorted(self._complaints & self.world.places.keys()):
+            report = self.members.drafters[name].report
+            if report is not None and _as_number(report.orders) > self.world.generation:
+                return f"{name}: {report.error}"
         return ""
 
     def _roll_back_if_lost(self, now_s: float) -> None:
         """Nobody has the last step's weights any more: continue from the last recorded checkpoint."""
-        if not self.world.ranks or self.complete_members():
+        if not self.world.ranks or any(map(self.is_complete, self.members.drafters.values())):
             return
         checkpoint = self.last_checkpoint()
         if checkpoint is None or checkpoint.at.step == self.step:
@@ -464,6 +489,7 @@ class Coordinator:
         timeline = self.ledger.open_timeline(checkpoint)
         self.current = self.saving = None
         self._outcomes.clear()
+        self._frontier, self.pool.freed = 0, True
         self.composer.forget()
         self.pool.clear(lambda flight: not self._has_outcome(flight.batch))
         self.record.rolled_back(now_s, timeline, checkpoint.at.step, lost)
@@ -477,14 +503,12 @@ class Coordinator:
 
     def _order_checkpoint(self) -> None:
         """At step 0, every `checkpoint.every_steps`, at the end and at a stop."""
-        complete = self.complete_members()
-        if not complete or self._recorded_here() or self.saving is not None:
-            return
         step, last = self.step, self.step == self.schedule.total_steps
-        due = (
-            step % self.config.checkpoint.every_steps == 0 or last or (self.stopping and self.current is None)
-        )
-        if due and self.current is None:
+        due = step % self.config.checkpoint.every_steps == 0 or last or self.stopping
+        if not due or self.current is not None or self.saving is not None or self._recorded_here():
+            return
+        complete = self.complete_members()
+        if complete:
             first = min(complete, key=lambda d: d.index)
             self.saving = Saving(self.here, first.incarnation)
 
@@ -500,9 +524,9 @@ class Coordinator:
         self.current = Try(step_try, epoch, composition, self.world.ranks)
 
     def _world_ready(self) -> bool:
-        complete = {d.incarnation for d in self.complete_members()}
+        drafters = self.members.drafters
         return bool(self.world.ranks) and all(
-            rank in complete and self._in_generation(rank) for rank in self.world.ranks
+            self._in_generation(rank) and self.is_complete(drafters[rank]) for rank in self.world.ranks
         )
 
     def _in_generation(self, rank: str) -> bool:
@@ -511,7 +535,7 @@ class Coordinator:
 
     def _composition(self, step: int) -> Composition | None:
         """The step's batches without the failed ones, which leave holes."""
-        if not self._in_order():
+        if not self._in_order() and self.composer.composition(step) is None:
             self._draw(step)
         composition = self.composer.composition(step)
         if composition is None:
@@ -538,21 +562,44 @@ class Coordinator:
             self.record.event(now_s, f"batch {tuple(flight.batch)} is overdue at {flight.target}: reassigned")
         if not self.stopping and self.members.drafters:
             self.placement.assign(self._wanted(), self.step, targets, now_s)
-        if self.world.ranks:
+        if self.world.ranks and self._leases_may_change(now_s):
             self.placement.lease(self._lease_order(), self.step, now_s)
 
+    def _leases_may_change(self, now_s: float) -> bool:
+        """Something became ready or free, the step or the world changed, or a lease may be overdue."""
+        about = (self.here, self.world.generation, self.current is None)
+        if not self.pool.leasable and about == self._leased_for and now_s < self._lease_again_s:
+            return False
+        self.pool.leasable, self._leased_for = False, about
+        self._lease_again_s = now_s + LEASE_PATIENCE_S / 4
+        return True
+
     def _wanted(self) -> Iterator[Wanted]:
-        """Batches without outcome, the current step's first, then in plan order; lazily: credit ends it."""
-        step, last = self.step, self.schedule.total_steps
-        if step == last:
+        """Batches to place, the current step's first, then in plan order; lazily: credit ends it.
+
+        What came back to pending is remembered, all else lies beyond the frontier: no walk over flights.
+        """
+        step = self.step
+        if step == self.schedule.total_steps:
             return
         if not self._in_order():
-            yield from (self._wanted_item(batch) for _, batch in self._composition(step) or ())
+            yield from (self._wanted_item(b) for _, b in self._composition(step) or () if self._pending(b))
             step = self.schedule.first_step(self.composer.epoch_of(step))  # early batches may be open
-        for planned in range(step, last):
-            for _, batch in self.composer.planned(planned):
-                if not self._has_outcome(batch):
-                    yield self._wanted_item(batch)
+        for batch in heapq.merge(sorted(self.pool.returned), self._beyond_frontier(step)):
+            if self._pending(batch):
+                yield self._wanted_item(batch)
+
+    def _beyond_frontier(self, step: int) -> Iterator[BatchId]:
+        """Pending batches in plan order. The frontier passes a step once all of it was placed."""
+        self._frontier = max(self._frontier, step)
+        for planned in range(self._frontier, self.schedule.total_steps):
+            batches = [batch for _, batch in self.composer.planned(planned)]
+            yield from filter(self._pending, batches)
+            if planned == self._frontier and not any(map(self._pending, batches)):
+                self._frontier += 1
+
+    def _pending(self, batch: BatchId) -> bool:
+        return batch not in self.pool.flights and not self._has_outcome(batch)
 
     def _step_of(self, batch: BatchId) -> int:
         return self.composer.step_of(batch, self.step)
@@ -562,15 +609,14 @@ class Coordinator:
         tokens = int(self._lengths[list(samples)].sum())
         return Wanted(batch, samples, tokens, tokens * self.size.bytes_per_token)
 
-    def _lease_order(self) -> list[tuple[BatchId, str]]:
-        """(batch, drafter) from the current step on, as far as flights are composed."""
-        order: list[tuple[BatchId, str]] = []
+    def _lease_order(self) -> Iterator[tuple[BatchId, str]]:
+        """(batch, drafter) from the current step on, as far as anybody prefetches."""
         ranks = self.current.ranks if self.current is not None else self.world.ranks
-        last = max((self._step_of(flight.batch) for flight in self.pool), default=self.step)
-        for step in range(self.step, min(last + 1, self.schedule.total_steps)):
+        packs = self.config.drafter.prefetch_packs * len(ranks)
+        ahead = 1 - (-packs // self.config.plan.packs_per_step)
+        for step in range(self.step, min(self.step + 1 + ahead, self.schedule.total_steps)):
             for position, batch in self._composition(step) or ():
-                order.append((batch, ranks[rank_of(position, len(ranks))]))
-        return order
+                yield batch, ranks[rank_of(position, len(ranks))]
 
     def _finish(self, now_s: float) -> None:
         if self.step == self.schedule.total_steps and self._recorded_here() and not self.finished:

@@ -19,7 +19,7 @@ import errno
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,6 +118,8 @@ class Ledger:
             )
         (self._timeline,) = self._db.execute("SELECT max(timeline) FROM timelines").fetchone()
         self._last_try = self._read_last_try()
+        self._checkpoints: tuple[CheckpointRow, ...] | None = None
+        self._accounting: Accounting | None = None
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -190,7 +192,7 @@ class Ledger:
         step_try: StepTry,
         epoch: int,
         batches: Sequence[tuple[BatchId, int]],
-        skips: Iterable[tuple[BatchId, SkippedSample]],
+        skips: Sequence[tuple[BatchId, SkippedSample]],
     ) -> None:
         """Step, outcomes (with their sample counts) and skips in one transaction.
 
@@ -219,6 +221,8 @@ class Ledger:
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"step {step}: {error}; refused to record an outcome twice") from error
         self._last_try = step_try
+        skipped, samples = len(skips), sum(count for _, count in batches)
+        self._account(Accounting(samples - skipped, skipped, len(batches), 0))
 
     def fail_batch(self, batch: BatchId, step: int, samples: int, reason: str, *, poison: bool) -> None:
         """A batch will never be trained on this timeline; poison also on later ones."""
@@ -229,6 +233,7 @@ class Ledger:
             )
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"batch {tuple(batch)} already has an outcome; not failed again") from error
+        self._account(Accounting(0, samples, 0, 1))
 
     def outcomes(self, epoch: int) -> dict[int, str]:
         """Batch index -> "committed" or "failed", of this timeline."""
@@ -246,6 +251,16 @@ class Ledger:
         return [(BatchId(epoch, batch), reason) for epoch, batch, reason in rows]
 
     def accounting(self) -> Accounting:
+        """Read once, then kept up: it is asked at every commit."""
+        if self._accounting is None:
+            self._accounting = self._count()
+        return self._accounting
+
+    def _account(self, more: Accounting) -> None:
+        if self._accounting is not None:
+            self._accounting = Accounting(*(a + b for a, b in zip(self._accounting, more, strict=True)))
+
+    def _count(self) -> Accounting:
         committed, failed, n_committed, n_failed = self._db.execute(
             "SELECT coalesce(sum(iif(failed IS NULL, samples, 0)), 0), "
             "coalesce(sum(iif(failed IS NULL, 0, samples)), 0), "
@@ -287,8 +302,13 @@ class Ledger:
             line.append((parent, limit))
             timeline = parent
 
-    def checkpoints(self) -> list[CheckpointRow]:
-        """Kept checkpoints of this timeline's history, oldest first."""
+    def checkpoints(self) -> tuple[CheckpointRow, ...]:
+        """Kept checkpoints of this timeline's history, oldest first. The same object until they change."""
+        if self._checkpoints is None:
+            self._checkpoints = self._read_checkpoints()
+        return self._checkpoints
+
+    def _read_checkpoints(self) -> tuple[CheckpointRow, ...]:
         rows: list[CheckpointRow] = []
         for timeline, limit in self.lineage():
             found = self._db.execute(
@@ -297,7 +317,7 @@ class Ledger:
                 (timeline, limit, limit),
             ).fetchall()
             rows += [CheckpointRow(name, StepAt(t, s), sha256) for name, t, s, sha256 in found]
-        return sorted(rows, key=lambda row: (row.at.step, row.at.timeline))
+        return tuple(sorted(rows, key=lambda row: (row.at.step, row.at.timeline)))
 
     def kept_names(self) -> set[str]:
         """Folder names of all checkpoints that are not deleted, of any timeline."""
@@ -306,12 +326,14 @@ class Ledger:
 
     def record_checkpoint(self, name: str, at: StepAt, sha256: str) -> None:
         """The files are durable; saying it again changes nothing."""
+        self._checkpoints = None
         self._db.execute(
             "INSERT OR IGNORE INTO checkpoints VALUES(?, ?, ?, ?, 0)", (name, at.timeline, at.step, sha256)
         )
 
     def forget_checkpoint(self, name: str) -> None:
         """Call before deleting the files, so that no load is ever ordered of a half-deleted one."""
+        self._checkpoints = None
         self._db.execute("UPDATE checkpoints SET deleted = 1 WHERE name = ?", (name,))
 
     def open_timeline(self, checkpoint: CheckpointRow) -> int:
@@ -343,6 +365,7 @@ class Ledger:
                 (new, parent, step),
             )
         self._timeline = new
+        self._checkpoints = self._accounting = None
         self._last_try = self._read_last_try()
         return new
 

@@ -91,6 +91,20 @@ class Members:
         self._devices = {"target": target_devices, "drafter": drafter_devices}
         self.targets: dict[str, TargetMember] = {}
         self.drafters: dict[str, DrafterMember] = {}
+        self.version = 0  # of who is there, and who has reported
+        self._arenas: tuple[str, ...] | None = None
+
+    @property
+    def arenas(self) -> tuple[str, ...]:
+        """Of the living targets, sorted."""
+        if self._arenas is None:
+            self._arenas = tuple(sorted(t.hello.arena for t in self.targets.values() if t.hello))
+        return self._arenas
+
+    def changed(self) -> None:
+        """Somebody came, left, or reported for the first time."""
+        self.version += 1
+        self._arenas = None
 
     def get(self, incarnation: str) -> TargetMember | DrafterMember | None:
         return self.targets.get(incarnation) or self.drafters.get(incarnation)
@@ -131,6 +145,7 @@ class Members:
         index = self._vacant(hello)
         assert index is not None, "admit() without refusal()"
         device = self._devices[hello.role][index]
+        self.changed()
         common = (hello.incarnation, hello.role, index, device, now_s, now_s, hello.seq)
         if isinstance(hello, TargetHello):
             target = TargetMember(*common, hello=hello)
@@ -141,6 +156,7 @@ class Members:
         return drafter
 
     def remove(self, incarnation: str) -> None:
+        self.changed()
         self.targets.pop(incarnation, None)
         self.drafters.pop(incarnation, None)
 

@@ -22,34 +22,65 @@ from services.coordinator.members import DrafterMember, TargetMember
 
 
 class OrderBook:
-    """The last orders of every member; `pending` yields those that must go out (again)."""
+    """The last orders of every member; `pending` yields those that must go out (again).
+
+    Orders are built anew only where the pool was touched, and for all drafters when what they share
+    changed (step, try, world, checkpoints, arenas): the cost of a message does not grow with the members.
+    """
 
     def __init__(self, coordinator: Coordinator, *, repeat_s: float) -> None:
         self._coordinator, self._repeat_s = coordinator, repeat_s
         self._last: dict[str, TargetOrders | DrafterOrders] = {}
         self._sent_s: dict[str, float] = {}
+        self._unseen: set[str] = set()  # not yet known to act on their last orders
+        self._shared: object = None
+        self._peer: str | None = None  # who gives its state to newcomers
+        self._version = -1
+        self._look_again_s = 0.0
 
     def pending(self, now_s: float) -> list[TargetOrders | DrafterOrders]:
         """Changed orders at once; unchanged ones every `repeat_s` until they are seen to be acted on."""
         due: list[TargetOrders | DrafterOrders] = []
-        for member in self._coordinator.members:
+        for member in self._may_have_changed():
             last = self._last.get(member.incarnation)
             fresh = self._build(member, last.stamp if last else Stamp(0, 0))
             if last is None or fresh != last:
-                fresh = fresh.model_copy(update={"stamp": self._coordinator.new_stamp()})
-            elif not self._repeat(member, last, now_s):
-                continue
-            self._last[member.incarnation] = fresh
-            self._sent_s[member.incarnation] = now_s
-            due.append(fresh)
-        self._forget_the_gone()
+                due.append(fresh.model_copy(update={"stamp": self._coordinator.new_stamp()}))
+        fresh_names = {orders.incarnation for orders in due}
+        due += [orders for orders in self._overdue(now_s) if orders.incarnation not in fresh_names]
+        for orders in due:
+            self._last[orders.incarnation] = orders
+            self._sent_s[orders.incarnation] = now_s
+            self._unseen.add(orders.incarnation)
         return due
 
-    def _repeat(
-        self, member: TargetMember | DrafterMember, last: TargetOrders | DrafterOrders, now_s: float
-    ) -> bool:
-        acted = member.report is not None and member.report.orders >= last.stamp
-        return not acted and now_s - self._sent_s[member.incarnation] >= self._repeat_s
+    def _may_have_changed(self) -> list[TargetMember | DrafterMember]:
+        coordinator, members = self._coordinator, self._coordinator.members
+        names, coordinator.pool.touched = coordinator.pool.touched, set()
+        if members.version != self._version:
+            self._version = members.version
+            self._forget_the_gone()
+            names |= {member.incarnation for member in members if member.incarnation not in self._last}
+        self._peer = coordinator.first_complete_rank()
+        shared = (self._peer, *_shared(coordinator))
+        if shared != self._shared:
+            self._shared = shared
+            names |= members.drafters.keys()
+        found = [members.get(name) for name in sorted(names)]
+        return [member for member in found if member is not None]
+
+    def _overdue(self, now_s: float) -> list[TargetOrders | DrafterOrders]:
+        if now_s < self._look_again_s:
+            return []
+        self._look_again_s = now_s + self._repeat_s / 4
+        overdue = []
+        for name in sorted(self._unseen):
+            member, last = self._coordinator.members.get(name), self._last.get(name)
+            if member is None or last is None or not _unacted(member, last):
+                self._unseen.discard(name)
+            elif now_s - self._sent_s[name] >= self._repeat_s:
+                overdue.append(last)
+        return overdue
 
     def _forget_the_gone(self) -> None:
         for name in [n for n in self._last if self._coordinator.members.get(n) is None]:
@@ -58,7 +89,25 @@ class OrderBook:
     def _build(self, member: TargetMember | DrafterMember, stamp: Stamp) -> TargetOrders | DrafterOrders:
         if isinstance(member, TargetMember):
             return target_orders(self._coordinator, member, stamp)
-        return drafter_orders(self._coordinator, member, stamp)
+        return drafter_orders(self._coordinator, member, stamp, self._peer)
+
+
+def _unacted(member: TargetMember | DrafterMember, last: TargetOrders | DrafterOrders) -> bool:
+    return member.report is None or member.report.orders < last.stamp
+
+
+def _shared(coordinator: Coordinator) -> tuple[object, ...]:
+    """What every drafter's orders depend on beside the pool and its own report."""
+    saving, attempt = coordinator.saving, coordinator.current
+    return (
+        coordinator.here,
+        coordinator.ledger.last_try,
+        coordinator.ledger.checkpoints(),
+        attempt.step_try if attempt is not None else None,
+        (saving.at, saving.incarnation) if saving is not None else None,
+        coordinator.world.generation,
+        coordinator.members.arenas,
+    )
 
 
 def target_orders(coordinator: Coordinator, target: TargetMember, stamp: Stamp) -> TargetOrders:
@@ -74,18 +123,19 @@ def target_orders(coordinator: Coordinator, target: TargetMember, stamp: Stamp) 
     return TargetOrders(incarnation=target.incarnation, stamp=stamp, assignments=tuple(assignments))
 
 
-def drafter_orders(coordinator: Coordinator, drafter: DrafterMember, stamp: Stamp) -> DrafterOrders:
+def drafter_orders(
+    coordinator: Coordinator, drafter: DrafterMember, stamp: Stamp, peer: str | None
+) -> DrafterOrders:
     name = drafter.incarnation
-    flights = [f for f in coordinator.pool if f.holder == name]
+    flights = coordinator.pool.of_holder(name)
     saving = coordinator.saving
-    arenas = sorted(t.hello.arena for t in coordinator.members.targets.values() if t.hello)
     return DrafterOrders(
         incarnation=name,
         stamp=stamp,
         held=tuple(sorted(f.attempt for f in flights)),
-        arenas=tuple(arenas),
-        group=coordinator.world.group() if name in coordinator.world.ranks else None,
-        adopt=_adopt(coordinator, drafter),
+        arenas=coordinator.members.arenas,
+        group=coordinator.world.group() if name in coordinator.world.places else None,
+        adopt=_adopt(coordinator, drafter, peer),
         committed=coordinator.ledger.last_try,
         train=_train(coordinator, name),
         save=saving.at if saving is not None and saving.incarnation == name else None,
@@ -95,7 +145,7 @@ def drafter_orders(coordinator: Coordinator, drafter: DrafterMember, stamp: Stam
 
 def _train(coordinator: Coordinator, name: str) -> Train | None:
     attempt = coordinator.current
-    if attempt is None or name not in attempt.ranks:
+    if attempt is None or name not in attempt:
         return None
     packs = []
     for position, batch in attempt.share(name):
@@ -107,17 +157,15 @@ def _train(coordinator: Coordinator, name: str) -> Train | None:
     return Train(step_try=attempt.step_try, epoch=attempt.epoch, packs=tuple(packs))
 
 
-def _adopt(coordinator: Coordinator, drafter: DrafterMember) -> Adopt | None:
+def _adopt(coordinator: Coordinator, drafter: DrafterMember, peer: str | None) -> Adopt | None:
     """None: it has the weights of the ledger's last step, or there is no world to have them for."""
-    if drafter.report is None or drafter.incarnation not in coordinator.world.ranks:
+    if drafter.report is None or drafter.incarnation not in coordinator.world.places:
         return None
-    complete = coordinator.complete_members()
-    if drafter in complete:
+    if coordinator.is_complete(drafter):
         return None
     here = coordinator.here
-    peers = [d for d in complete if d.incarnation in coordinator.world.ranks]
-    if peers:
-        return Adopt(at=here, source="peer", name=peers[0].incarnation, sha256="")
+    if peer is not None:
+        return Adopt(at=here, source="peer", name=peer, sha256="")
     checkpoint = coordinator.last_checkpoint()
     if checkpoint is None:
         return Adopt(at=StepAt(here.timeline, 0), source="seed", name="", sha256="")

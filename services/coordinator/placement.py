@@ -8,7 +8,8 @@ whose forward targets died) runs alone on a target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from protocol.messages import BatchId, Stamp
@@ -38,6 +39,40 @@ class Wanted:
     payload_bytes: int
 
 
+def has_room(pool: Pool, target: TargetMember, assign_ahead: int) -> bool:
+    """A free slot, and not too much queued before it."""
+    name = target.incarnation
+    return pool.unfinished(name) <= assign_ahead and pool.slots_used(name) < target.slots
+
+
+class Room:
+    """Targets with room, the least busy first. One look at all targets serves a round of assignments."""
+
+    def __init__(self, pool: Pool, assign_ahead: int, targets: list[TargetMember]) -> None:
+        self._pool, self._assign_ahead = pool, assign_ahead
+        self.look(targets)
+
+    def look(self, targets: list[TargetMember]) -> None:
+        """Again, after room was made."""
+        self._heap = [self._entry(t) for t in targets if has_room(self._pool, t, self._assign_ahead)]
+        heapq.heapify(self._heap)
+
+    def take(self) -> TargetMember | None:
+        """The least busy one; what was taken from it since the last call counts."""
+        while self._heap:
+            unfinished, _, target = self._heap[0]
+            if not has_room(self._pool, target, self._assign_ahead):
+                heapq.heappop(self._heap)
+            elif unfinished != self._pool.unfinished(target.incarnation):
+                heapq.heapreplace(self._heap, self._entry(target))
+            else:
+                return target
+        return None
+
+    def _entry(self, target: TargetMember) -> tuple[int, int, TargetMember]:
+        return self._pool.unfinished(target.incarnation), target.index, target
+
+
 class Placement:
     """Assigns, evicts and leases over a pool.
 
@@ -52,6 +87,7 @@ class Placement:
         self.evictions = 0
         self.capped = False  # whether the cap, not the targets, ended the last round of assignments
         self._avoid: dict[BatchId, str] = {}
+        self._look_for_overdue_s = 0.0
 
     # ---- assignments --------------------------------------------------------------------------
 
@@ -59,21 +95,27 @@ class Placement:
         self, wanted: Iterator[Wanted], current_step: int, targets: list[TargetMember], now_s: float
     ) -> None:
         """Place pending batches in plan order until no target has credit or the cap is reached."""
-        self.capped = False
+        if not self._pool.freed:
+            return  # nothing has changed since there was no room, or nothing to place
+        self.capped, self._pool.freed = False, False
+        room = Room(self._pool, self._limits.assign_ahead, targets)
         for item in wanted:
             flight = self._pool.flights.get(item.batch)
-            if flight is None and not self._place(item, current_step, targets, now_s):
+            if flight is None and not self._place(item, current_step, targets, room, now_s):
                 return
 
-    def _place(self, item: Wanted, current_step: int, targets: list[TargetMember], now_s: float) -> bool:
+    def _place(
+        self, item: Wanted, current_step: int, targets: list[TargetMember], room: Room, now_s: float
+    ) -> bool:
         urgent = self._step_of(item.batch) == current_step
         while not self._under_cap(item.payload_bytes):
             self.capped = True
             if not (urgent and self._evict(current_step, None)):
                 return False
-        target = self._credit(item.batch, targets)
+        target = self._credit(item.batch, targets, room)
         while target is None and urgent and self._evict_from_full(current_step, targets):
-            target = self._credit(item.batch, targets)
+            room.look(targets)
+            target = self._credit(item.batch, targets, room)
         if target is None:
             return item.batch in self.suspects  # a suspect waits for an idle target; others need not
         self._pool.add(
@@ -92,7 +134,9 @@ class Placement:
             and (not size or self._pool.payload_bytes + payload_bytes <= size)
         )
 
-    def _credit(self, batch: BatchId, targets: list[TargetMember]) -> TargetMember | None:
+    def _credit(self, batch: BatchId, targets: list[TargetMember], room: Room) -> TargetMember | None:
+        if not self.suspects and batch not in self._avoid:
+            return room.take()
         open_targets = [t for t in targets if self._has_credit(t, batch)]
         elsewhere = [t for t in open_targets if t.incarnation != self._avoid.get(batch)]
         choices = elsewhere or open_targets
@@ -100,15 +144,10 @@ class Placement:
 
     def _has_credit(self, target: TargetMember, batch: BatchId) -> bool:
         name = target.incarnation
-        unfinished = self._pool.unfinished(name)
         if batch in self.suspects:
-            return unfinished == 0 and self._pool.slots_used(name) < target.slots
+            return self._pool.unfinished(name) == 0 and self._pool.slots_used(name) < target.slots
         alone = any(f.batch in self.suspects and not f.ready for f in self._pool.of_target(name))
-        return (
-            not alone
-            and unfinished <= self._limits.assign_ahead
-            and self._pool.slots_used(name) < target.slots
-        )
+        return not alone and has_room(self._pool, target, self._limits.assign_ahead)
 
     # ---- making room --------------------------------------------------------------------------
 
@@ -132,7 +171,13 @@ class Placement:
         return True
 
     def reassign_overdue(self, current_step: int, targets: list[TargetMember], now_s: float) -> list[Flight]:
-        """Take the current step's batches that are late away from their target, if there is another."""
+        """Take the current step's batches that are late away from their target, if there is another.
+
+        Looks a few times within `overdue_s`, not at every call.
+        """
+        if now_s < self._look_for_overdue_s:
+            return []
+        self._look_for_overdue_s = now_s + min(1.0, self._limits.overdue_s / 10)
         late = [
             f
             for f in self._pool
@@ -152,7 +197,7 @@ class Placement:
 
     # ---- leases -------------------------------------------------------------------------------
 
-    def lease(self, order: list[tuple[BatchId, str]], current_step: int, now_s: float) -> None:
+    def lease(self, order: Iterable[tuple[BatchId, str]], current_step: int, now_s: float) -> None:
         """Publish ready packs to the drafters named, in this order, up to the prefetch of each."""
         ahead: dict[str, int] = {}
         for batch, drafter in order:

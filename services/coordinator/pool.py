@@ -11,10 +11,15 @@ pending. One flight is one attempt at one batch.
 still maps it: what such a drafter reads can only end in a step try that was aborted, because a try
 whose flights change is aborted in the same decision. Attempts are never reused, so a pack that is
 late for its flight meets no flight.
+
+Everything asked per message is kept by target, holder and attempt: its cost does not grow with the run.
+Only the pool changes a flight, and it remembers what may follow from that: whose orders (`touched`),
+whether there is room for an assignment (`freed`) or a pack to lease (`leasable`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -44,11 +49,22 @@ class Flight:
         return self.state == "ready"
 
 
+Flights = dict[BatchId, Flight]
+
+
 class Pool:
     """Flights by batch, and what they leave free on each target."""
 
     def __init__(self) -> None:
-        self.flights: dict[BatchId, Flight] = {}
+        self.flights: Flights = {}
+        self.returned: set[BatchId] = set()  # pending again after they were in flight
+        self.payload_bytes = 0
+        self.touched: set[str] = set()
+        self.freed = self.leasable = True
+        self._by_target: dict[str, Flights] = {}
+        self._by_holder: dict[str, Flights] = {}
+        self._by_attempt: dict[Stamp, Flight] = {}
+        self._unfinished: Counter[str] = Counter()
         self._leftover: dict[str, int] = {}  # slots of a target still held by attempts without a flight
 
     def __iter__(self) -> Iterator[Flight]:
@@ -56,49 +72,88 @@ class Pool:
 
     def of_target(self, target: str) -> list[Flight]:
         """Its flights in plan order: the order of its assignments."""
-        return sorted((f for f in self if f.target == target), key=lambda f: f.batch)
+        return [flight for _, flight in sorted(self._by_target.get(target, {}).items())]
 
-    @property
-    def payload_bytes(self) -> int:
-        return sum(flight.payload_bytes for flight in self)
+    def of_holder(self, drafter: str) -> list[Flight]:
+        """Flights leased to it, in no order."""
+        return list(self._by_holder.get(drafter, {}).values())
+
+    def of_attempt(self, attempt: Stamp) -> Flight | None:
+        return self._by_attempt.get(attempt)
 
     def slots_used(self, target: str) -> int:
-        return sum(f.target == target for f in self) + self._leftover.get(target, 0)
+        return len(self._by_target.get(target, ())) + self._leftover.get(target, 0)
 
     def unfinished(self, target: str) -> int:
         """Batches a target has yet to make ready: the one it computes and those queued behind it."""
-        return sum(f.target == target and not f.ready for f in self)
+        return self._unfinished[target]
 
     # ---- life of a flight ---------------------------------------------------------------------
 
     def add(self, flight: Flight) -> None:
         """A new assignment, or one that a target reports from before this coordinator's start."""
         assert flight.batch not in self.flights, f"{flight.batch} is in flight already"
-        self.flights[flight.batch] = flight
+        assert flight.target is not None and not flight.ready, "a flight begins queued at a target"
+        self.flights[flight.batch] = self._by_attempt[flight.attempt] = flight
+        self._by_target.setdefault(flight.target, {})[flight.batch] = flight
+        self._unfinished[flight.target] += 1
+        self.payload_bytes += flight.payload_bytes
+        self.returned.discard(flight.batch)
+        self.touched.add(flight.target)
 
     def lease(self, flight: Flight, drafter: str, stamp: Stamp, now_s: float) -> None:
         """Publish to `drafter`; any other holder is told to drop it by no longer being listed."""
-        flight.holder, flight.lease, flight.leased_s, flight.got = drafter, stamp, now_s, False
+        self._hold(flight, drafter)
+        flight.lease, flight.leased_s, flight.got = stamp, now_s, False
 
     def unlease(self, flight: Flight) -> None:
         """Back to ready in its slot; without a slot the batch is pending again."""
-        flight.holder = flight.lease = None
-        flight.got = False
+        self._hold(flight, None)
+        flight.lease, flight.got = None, False
+        self.leasable = True
         if flight.target is None:
-            del self.flights[flight.batch]
+            self.revoke(flight)
 
     def revoke(self, flight: Flight) -> None:
         """Back to pending, the slot is free."""
-        del self.flights[flight.batch]
+        self._remove(flight)
+        self.returned.add(flight.batch)
 
-    def done(self, batch: BatchId) -> Flight | None:
+    def done(self, batch: BatchId) -> None:
         """Committed or failed."""
-        return self.flights.pop(batch, None)
+        self.returned.discard(batch)
+        flight = self.flights.get(batch)
+        if flight is not None:
+            self._remove(flight)
 
     def clear(self, keep: Callable[[Flight], bool]) -> None:
         """Revoke every flight that `keep` does not want (after a roll-back)."""
         for flight in [f for f in self if not keep(f)]:
             self.revoke(flight)
+
+    def _hold(self, flight: Flight, drafter: str | None) -> None:
+        self._touch(flight)
+        if flight.holder is not None:
+            del self._by_holder[flight.holder][flight.batch]
+        flight.holder = drafter
+        if drafter is not None:
+            self._by_holder.setdefault(drafter, {})[flight.batch] = flight
+            self.touched.add(drafter)
+
+    def _remove(self, flight: Flight) -> None:
+        self._hold(flight, None)
+        self._leave_target(flight)
+        del self.flights[flight.batch], self._by_attempt[flight.attempt]
+        self.payload_bytes -= flight.payload_bytes
+        self.freed = self.leasable = True
+
+    def _leave_target(self, flight: Flight) -> None:
+        if flight.target is not None:
+            self._unfinished[flight.target] -= not flight.ready
+            del self._by_target[flight.target][flight.batch]
+
+    def _touch(self, flight: Flight) -> None:
+        self.touched |= {name for name in (flight.target, flight.holder) if name is not None}
 
     # ---- what reports say ---------------------------------------------------------------------
 
@@ -117,42 +172,56 @@ class Pool:
             elif slot.state == "failed":
                 failed.append((flight, slot.reason))
             else:
-                _follow(flight, slot)
-        self._leftover[target] = sum(s.slot is not None for s in strangers)
-        for flight in [f for f in self if f.target == target and f.attempt < orders]:
-            if flight.attempt not in seen:  # it acted on the order and does not have it
-                self._lose_slot(flight)
+                self._follow(flight, slot)
+        leftover = sum(s.slot is not None for s in strangers)
+        self.freed |= leftover != self._leftover.get(target)
+        self._leftover[target] = leftover
+        for flight in list(self._by_target.get(target, {}).values()):
+            if flight.attempt < orders and flight.attempt not in seen:
+                self._lose_slot(flight)  # it acted on the order and does not have it
         return failed, strangers
+
+    def _follow(self, flight: Flight, slot: SlotReport) -> None:
+        if flight.ready:
+            return  # ready is final for an attempt
+        flight.state = slot.state
+        if flight.ready:
+            assert flight.target is not None
+            self._unfinished[flight.target] -= 1
+            self.payload_bytes += slot.payload_bytes - flight.payload_bytes
+            flight.tokens, flight.payload_bytes, flight.skipped = (
+                slot.tokens, slot.payload_bytes, slot.skipped,
+            )  # fmt: skip
+            self.freed = self.leasable = True
 
     def drafter_reported(self, drafter: str, held: Iterable[Stamp]) -> None:
         held = set(held)
-        for flight in [f for f in self if f.holder == drafter]:
+        for flight in self.of_holder(drafter):
             flight.got = flight.attempt in held
             if not flight.got and flight.target is None:
-                del self.flights[flight.batch]
+                self.revoke(flight)
 
     # ---- deaths -------------------------------------------------------------------------------
 
     def target_died(self, target: str) -> None:
         """What a drafter has got stays good; the rest is pending again."""
-        for flight in [f for f in self if f.target == target]:
+        for flight in self.of_target(target):
             self._lose_slot(flight)
+        self.freed = True
         self._leftover.pop(target, None)
+        self._unfinished.pop(target, None)
+        self._by_target.pop(target, None)
 
     def _lose_slot(self, flight: Flight) -> None:
+        self._touch(flight)
+        self._leave_target(flight)
         flight.target = None
+        self.freed = True
         if not flight.got:
-            del self.flights[flight.batch]
+            self.revoke(flight)
 
     def drafter_died(self, drafter: str) -> None:
         """Packs it held are ready again where their slot lives, pending elsewhere."""
-        for flight in [f for f in self if f.holder == drafter]:
+        for flight in self.of_holder(drafter):
             self.unlease(flight)
-
-
-def _follow(flight: Flight, slot: SlotReport) -> None:
-    if flight.ready:
-        return  # ready is final for an attempt
-    flight.state = slot.state
-    if slot.state == "ready":
-        flight.tokens, flight.payload_bytes, flight.skipped = slot.tokens, slot.payload_bytes, slot.skipped
+        self._by_holder.pop(drafter, None)

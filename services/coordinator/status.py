@@ -23,6 +23,13 @@ class ArenaSpace(NamedTuple):
     limit: int
 
 
+class UploadState(NamedTuple):
+    """Recorded checkpoints that are not at checkpoint.upload yet, and copies that failed."""
+
+    pending: int
+    errors: int
+
+
 def snapshot(
     core: Coordinator,
     *,
@@ -31,6 +38,7 @@ def snapshot(
     started_s: float,
     arena: ArenaSpace | None = None,
     audit: tuple[int, int] | None = None,
+    upload: UploadState | None = None,
 ) -> dict[str, Any]:
     """The `/status` document. Rates are over the last 20 s; all times are seconds.
 
@@ -67,6 +75,7 @@ def snapshot(
         "wall_s": now_s - started_s,
         "restarts": record.restarts,
         "arena": arena._asdict() if arena else None,
+        "upload": upload._asdict() if upload else None,
         "batches_without_outcome": lost,
         "batches_duplicated": duplicated,
         "failed_by_cause": _failed_by_cause(core, accounting.failed_batches),
@@ -154,7 +163,7 @@ def _slots(core: Coordinator, member: TargetMember | DrafterMember) -> list[dict
     if isinstance(member, TargetMember):
         flights = core.pool.of_target(member.incarnation)
     else:
-        flights = [f for f in core.pool if f.holder == member.incarnation]
+        flights = core.pool.of_holder(member.incarnation)
     return [{"batch": list(f.batch), "state": f.state, "holder": f.holder} for f in flights]
 
 

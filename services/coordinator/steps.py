@@ -28,6 +28,7 @@ class Composer:
     ) -> None:
         self.schedule, self._order, self._seed = schedule, order, seed
         self._packs_per_step, self._threshold = packs_per_step, max(packs_per_step, min_ready)
+        self._planned: dict[int, Composition] = {}
         self._drawn: dict[int, Composition] = {}
         self._step_drawn: dict[BatchId, int] = {}
 
@@ -36,8 +37,12 @@ class Composer:
 
     def planned(self, step: int) -> Composition:
         """The plan positions of `step`: its composition, or in arrival order a share of the epoch's work."""
-        epoch, indices = self.schedule.locate(step)
-        return tuple((position, BatchId(epoch, index)) for position, index in enumerate(indices))
+        planned = self._planned.get(step)
+        if planned is None:
+            epoch, indices = self.schedule.locate(step)
+            planned = tuple((position, BatchId(epoch, index)) for position, index in enumerate(indices))
+            self._planned[step] = planned
+        return planned
 
     def composition(self, step: int) -> Composition | None:
         """None: not drawn yet (arrival only)."""
@@ -79,6 +84,7 @@ class Composer:
 
     def forget(self, before: int | None = None) -> None:
         """Drop what was drawn for steps `before` this one; without it, everything (a roll-back)."""
+        self._planned = {s: p for s, p in self._planned.items() if before is not None and s >= before}
         for step in [s for s in self._drawn if before is None or s < before]:
             for _, batch in self._drawn.pop(step):
                 del self._step_drawn[batch]
@@ -98,12 +104,19 @@ class Try:
     ranks: tuple[str, ...]  # incarnations
     votes: dict[str, Vote] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._shares: dict[str, list[tuple[int, BatchId]]] = {name: [] for name in self.ranks}
+        for member in self.composition:
+            self._shares[self.ranks[rank_of(member[0], len(self.ranks))]].append(member)
+
+    def __contains__(self, incarnation: str) -> bool:
+        return incarnation in self._shares
+
     def share(self, incarnation: str) -> Composition:
-        rank = self.ranks.index(incarnation)
-        return tuple(m for m in self.composition if rank_of(m[0], len(self.ranks)) == rank)
+        return tuple(self._shares[incarnation])
 
     def vote(self, incarnation: str, vote: Vote | None) -> None:
-        if vote is not None and vote.step_try == self.step_try and incarnation in self.ranks:
+        if vote is not None and vote.step_try == self.step_try and incarnation in self:
             self.votes[incarnation] = vote
 
     @property

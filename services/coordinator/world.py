@@ -25,7 +25,8 @@ class World:
         self._places, self._elastic, self._salt = places, elastic, salt
         self.ranks: tuple[str, ...] = ()
         self.generation = 0
-        self._store = ""
+        self.places: dict[str, int] = {}  # incarnation -> rank
+        self._group: Group | None = None
 
     def update(
         self,
@@ -45,14 +46,17 @@ class World:
         if wanted == self.ranks and not (broken and wanted):
             return False
         self.ranks, self.generation = wanted, number()
-        self._store = self._store_of(members) if len(wanted) > 1 else ""
+        self.places = {name: rank for rank, name in enumerate(wanted)}
+        self._group = None
+        if wanted:
+            store = self._store_of(members) if len(wanted) > 1 else ""
+            named = tuple(Member(rank=rank, incarnation=name) for rank, name in enumerate(wanted))
+            self._group = Group(generation=self.generation, members=named, store=store)
         return True
 
     def group(self) -> Group | None:
-        if not self.ranks:
-            return None
-        members = tuple(Member(rank=rank, incarnation=name) for rank, name in enumerate(self.ranks))
-        return Group(generation=self.generation, members=members, store=self._store)
+        """As it is told to its members; None while there is none."""
+        return self._group
 
     def _store_of(self, members: list[DrafterMember]) -> str:
         """Where the first member is to listen: another port each generation, as the last may be taken."""

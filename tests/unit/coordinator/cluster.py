@@ -332,7 +332,20 @@ class Cluster:
         if not self.core.recovering:
             for orders in self.book.pending(self.now_s):
                 self.post(orders.incarnation, orders)
+            self._check_what_is_kept()
         self._flush()
+
+    def _check_what_is_kept(self) -> None:
+        """Orders not built anew would be the same, and the pool's indexes say what its flights do."""
+        pool = self.core.pool
+        for member in self.core.members:
+            name, last = member.incarnation, self.book._last[member.incarnation]
+            assert self.book._build(member, last.stamp) == last, name
+            mine = [f for f in pool if name in (f.target, f.holder)]
+            assert sorted(pool.of_target(name) + pool.of_holder(name), key=id) == sorted(mine, key=id)
+            assert pool.unfinished(name) == sum(f.target == name and not f.ready for f in pool)
+        assert pool.payload_bytes == sum(f.payload_bytes for f in pool)
+        assert all(pool.of_attempt(f.attempt) is f for f in pool)
 
     def _act(self, role: Role) -> None:
         if not role.alive:

@@ -172,6 +172,16 @@ def test_a_second_drafter_that_claims_a_rank_is_refused_and_the_first_goes_on(tm
     assert cluster.ledger.timeline == 0
 
 
+def test_a_batch_that_came_back_never_stands_before_an_earlier_pending_one(tmp_path, dataset):
+    """Else a batch of a later step, for which there is no room, keeps the step that is waited for out."""
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    core = cluster.core
+    core.pool.returned |= {BatchId(0, 9), BatchId(1, 0)}
+    wanted = [item.batch for item in core._wanted()]
+    assert wanted[0] == BatchId(0, 0) and sorted(set(wanted)) == list(dict.fromkeys(wanted))
+    assert len(set(wanted)) == sum(core.batches_per_epoch())
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
