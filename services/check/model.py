@@ -18,7 +18,7 @@ from services.config.schema import Config
 from services.config.sources import Finding
 from services.data.convert import check_vocabulary
 from services.dflash.drafter_config import DrafterConfig, derive
-from services.dflash.target_model import load_stop_ids, load_text_config, load_tokenizer
+from services.dflash.target_model import check_attention, load_stop_ids, load_text_config, load_tokenizer
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -44,6 +44,7 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
     if findings:
         return None, findings
     try:
+        check_attention(folder, loaded.config.model.attention)
         text_config, tokenizer = load_text_config(folder), _tokenizer(folder, loaded.config)
         rows = _embedding_rows(folder) or text_config.vocab_size
         if tokenizer is not None:

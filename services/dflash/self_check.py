@@ -20,11 +20,11 @@ from services.dflash.target_model import Target
 _LENGTHS = (7, 19, 1, 12)
 _SAME_BATCH = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 _SCALE = 1e-2  # Gemma rounds its scale to its own type
-_OTHER_BATCH = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_OTHER_BATCH = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # of order one if wrong
 
 
 def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> dict[str, float]:
-    """Worst mean relative row errors by check; raises `ModelError` naming the first that is too large.
+    """Worst relative row errors by check; raises `ModelError` naming the first that is too large.
 
     `taps`: captured rows against `output_hidden_states` of the same batch; `logits`: the head on the
     captured last hidden state against the model's own logits; `ragged`: a padded batch against each
@@ -48,7 +48,7 @@ def self_check(target: Target, layer_ids: Sequence[int], *, seed: int = 0) -> di
     errors = {
         "taps": _worst(taps, batch[:-1]),
         "logits": _worst([target.logits(last)], batch[-1:]),
-        "ragged": _worst([*taps, target.logits(last)], single),
+        "ragged": _worst_sample([*taps, target.logits(last)], single),
         "cut": _worst(cut, taps),
         "scale": _scale_error(target, ids, first),
     }
@@ -112,8 +112,25 @@ def _worst(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
     By row, since the first token's activations are a thousand times larger than others' and would hide them.
     """
-    errors = []
-    for left, right in zip(found, expected, strict=True):
-        gap, size = (left.float() - right.float()).norm(dim=-1), right.float().norm(dim=-1)
-        errors.append((gap / size.clamp(min=1e-6)).mean())
-    return float(torch.stack(errors).max())
+    return max(float(_row_errors(*pair).mean()) for pair in zip(found, expected, strict=True))
+
+
+def _worst_sample(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest over tensors and samples of the median row's error.
+
+    Rounding sends a few tokens of a half-precision batch to other experts than it sends them to alone, and
+    those rows differ a lot; a shifted or polluted sample differs in most of its rows. In half precision a
+    median needs a few rows to be one.
+    """
+    least = 1 if expected[0].dtype == torch.float32 else 5
+    return max(
+        float(rows.median())
+        for pair in zip(found, expected, strict=True)
+        for rows in _row_errors(*pair).split(_LENGTHS)
+        if rows.numel() >= least
+    )
+
+
+def _row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    gap, size = (found.float() - expected.float()).norm(dim=-1), expected.float().norm(dim=-1)
+    return gap / size.clamp(min=1e-6)

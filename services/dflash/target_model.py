@@ -76,9 +76,7 @@ def load_target(
     attention: str = "sdpa",
 ) -> Target:
     """Loads a local folder or hub id. Raises `ModelError` if it is missing, unsafe or no such model."""
-    with _model_errors(path):
-        loader, model_class = loader_of(AutoConfig.from_pretrained(str(path), trust_remote_code=False))
-    _check_attention(path, model_class, attention)
+    loader = check_attention(path, attention)
     with _model_errors(path):
         model, report = loader.from_pretrained(
             str(path),
@@ -113,19 +111,27 @@ def loader_of(config: Any) -> tuple[Any, Any]:
     )
 
 
-def _check_attention(path: str | Path, model_class: Any, attention: str) -> None:
-    """Refuses what Transformers has not, or would compute differently from every server, without a word."""
+def check_attention(path: str | Path, attention: str) -> Any:
+    """The class that loads the model, from its configuration alone.
+
+    Raises `ModelError` where Transformers lacks this attention, or would compute, without a word, another
+    than every server.
+    """
+    with _model_errors(path):
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    loader, model_class = loader_of(config)
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         raise ModelError(
             f'model.attention "sdpa": target {path} is a {model_class.__name__}, which has none; set '
             'model.attention = "eager"'
         )
-    softcap = getattr(load_text_config(path), "attn_logit_softcapping", None)
+    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     if softcap and attention == "sdpa":
         raise ModelError(
             f'model.attention "sdpa": target {path} caps attention scores at {softcap}, which sdpa leaves '
             'out; set model.attention = "eager" or "flash_attention_2"'
         )
+    return loader
 
 
 def wrap_target(model: Any) -> Target:
@@ -221,7 +227,7 @@ def load_embedding_and_head(
     embedding, head = _one_name(files, _EMBEDDING_NAMES), _one_name(files, _HEAD_NAMES)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if embedding is None or (head is None and not tied):
-        target = load_target(path, dtype=dtype, device=device)
+        target = load_target(path, dtype=dtype, device=device, attention="eager")  # which all families have
         return target.embed_weight_VH, target.head
     if any(name.endswith("lm_head.bias") for name in files):
         raise ModelError(f"target {path}: its LM head has a bias, which drafters are served without")

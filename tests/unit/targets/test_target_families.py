@@ -13,6 +13,8 @@ from target_table import documented, rules
 from transformers import T5Config
 
 from protocol.errors import ModelError
+from services.check.model import check_model
+from services.config.load import load
 from services.data.forecast import read_target
 from services.dflash.anchors import draw_anchors
 from services.dflash.drafter import Drafter
@@ -58,6 +60,22 @@ def test_the_table_in_the_docs_has_every_family():
 def test_the_self_check_of_the_start_passes(case):
     errors = self_check(case.target, TAPS)
     assert max(errors.values()) <= SAME
+
+
+def test_the_self_check_passes_in_the_type_that_people_train_with(case):
+    target = load_target(case.folder, dtype="bfloat16", attention=case.family.attention)
+    self_check(target, TAPS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_that_reaches_real_tokens_is_refused(dtype, tmp_path):
+    """As in a model that looks both ways: its taps are its own, and yet no drafter's."""
+    case = Case.make("llama", tmp_path)
+    target = load_target(case.folder, dtype=dtype)
+    for layer in target.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ModelError, match="'ragged'"):
+        self_check(target, TAPS)
 
 
 def test_an_unknown_embedding_scale_is_refused(tmp_path):
@@ -154,6 +172,9 @@ def test_attention_that_a_family_lacks_is_refused_with_the_remedy(name, tmp_path
     model_of(FAMILIES[name], tied=False).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r'set model.attention = "eager"'):
         load_target(tmp_path)
+    flags = {"model.path": str(tmp_path), "data.path": "unused", "drafter.mask_token_id": "96"}
+    _, findings = check_model(load(None, [(f"--{name}", value) for name, value in flags.items()], {}))
+    assert 'set model.attention = "eager"' in str(findings[0])
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
