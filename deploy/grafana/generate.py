@@ -189,6 +189,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
              ("increase(draftmill_stale_messages_total~[1h])", "stale")), width=8,
         ),
     ),
+    "Checkpoints": (
+        Panel(
+            "Uploads", "short", "Recorded checkpoints not yet at checkpoint.upload, and failed copies.",
+            (("draftmill_upload_pending~", "pending"), ("draftmill_upload_errors_total~", "failed copies")),
+        ),
+    ),
     "GPU": (
         Panel(
             "Utilization", "percentunit", "Share of the time in which a kernel ran (needs nvidia-ml-py).",

@@ -241,6 +241,10 @@ class Watch(Options):
 class Log(Options):
     format: Literal["text", "json"] = option("text", description="one line an event: key=value, or JSON")
     level: Literal["debug", "info", "warning", "error"] = option("info", description="least level written")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option(
+        (), description="who gets the figures of each step, beside run.dir/metrics.jsonl"
+    )
+    project: str = option("draftmill", description="project of the run at wandb and trackio")
 
 
 class Profile(Options):

@@ -16,9 +16,12 @@ from services.coordinator.ledger import Ledger
 _PARTIAL = ".partial-"
 
 
-def retire(ledger: Ledger, root: Path, *, keep: int) -> None:
-    """Delete what is older than the newest `keep` of this timeline's history; the initial weights stay."""
-    rows = [row for row in ledger.checkpoints() if row.at.step > 0]
+def retire(ledger: Ledger, root: Path, *, keep: int, busy: str = "") -> None:
+    """Delete what is older than the newest `keep` of this timeline's history; the initial weights stay.
+
+    `busy`, which is being copied elsewhere, goes another time.
+    """
+    rows = [row for row in ledger.checkpoints() if row.at.step > 0 and row.name != busy]
     for row in rows[:-keep]:
         ledger.forget_checkpoint(row.name)
         shutil.rmtree(root / row.name, ignore_errors=True)

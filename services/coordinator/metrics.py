@@ -77,8 +77,9 @@ def _last_commit(snapshot: Snapshot) -> Samples:
     return [] if age_s is None else [((), float(age_s))]
 
 
-def _arena(key: str) -> Callable[[Snapshot], Samples]:
-    return lambda s: [((), float(s["arena"][key]))] if s["arena"] else []
+def _part(part: str, key: str) -> Callable[[Snapshot], Samples]:
+    """A figure of a part that a run may not have: no series then."""
+    return lambda s: [((), float(s[part][key]))] if s[part] else []
 
 
 def _restarts(snapshot: Snapshot) -> Samples:
@@ -157,15 +158,24 @@ FAMILIES: tuple[Family, ...] = (
         "draftmill_credits", "gauge", "batches that the targets could be given now", (), _counter("credits")
     ),
     Family(
-        "draftmill_arena_bytes", "gauge", "size of the arenas of this run in memory", (), _arena("used")
+        "draftmill_arena_bytes", "gauge", "size of the arenas of this run in memory",
+        (), _part("arena", "used"),
     ),
     Family(
         "draftmill_arena_free_bytes", "gauge", "free in the file system that holds arenas",
-        (), _arena("free"),
+        (), _part("arena", "free"),
     ),
     Family(
         "draftmill_arena_limit_bytes", "gauge", "size of the file system that holds arenas",
-        (), _arena("limit"),
+        (), _part("arena", "limit"),
+    ),
+    Family(
+        "draftmill_upload_pending", "gauge", "recorded checkpoints not yet at checkpoint.upload",
+        (), _part("upload", "pending"),
+    ),
+    Family(
+        "draftmill_upload_errors", "counter", "copies that failed; they are tried again",
+        (), _part("upload", "errors"),
     ),
     Family(
         "draftmill_capped", "gauge", "1 while the in-flight cap holds back assignments",

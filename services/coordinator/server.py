@@ -38,8 +38,10 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.http import Board, StatusServer
 from services.coordinator.ledger import Ledger, disk_full
 from services.coordinator.orders import OrderBook
+from services.coordinator.sinks import StepLog
 from services.coordinator.sizing import devices, identity_and_size
-from services.coordinator.status import ArenaSpace, snapshot
+from services.coordinator.status import ArenaSpace, UploadState, snapshot
+from services.coordinator.upload import Uploader
 from services.data.dataset import Dataset
 from services.lifecycle import (
     ExitCode,
@@ -60,6 +62,9 @@ STALL_S = 1.0
 LEAVE_S = 15.0
 """How long a finished coordinator waits for its roles to leave before it leaves itself."""
 
+LAST_UPLOAD_TRIES = 3
+"""Failed copies of the last checkpoints before a coordinator leaves without them."""
+
 
 class Server:
     """Sockets, locks, clock and files around a Coordinator."""
@@ -74,7 +79,9 @@ class Server:
         self._started_s = self._last_s = time.monotonic()
         self._next_probe_s = self._next_status_s = self._next_exit_s = 0.0
         self._audit: tuple[int, int] | None = None
-        self._metrics_file = (config.run.dir / "metrics.jsonl").open("a", buffering=1)
+        self._steps = StepLog(config)
+        upload = config.checkpoint.upload
+        self._uploader = Uploader(upload, self._checkpoints) if upload else None
 
     def ask_stop(self) -> None:
         """From a signal handler or an HTTP thread."""
@@ -89,7 +96,9 @@ class Server:
             watchdog.beat()
             self._receive()
             self._show(self._now())
-        self._metrics_file.close()
+        self._steps.close()
+        if self._uploader is not None:
+            self._uploader.close()
         return code
 
     def _turn(self, watchdog: Watchdog) -> None:
@@ -199,17 +208,39 @@ class Server:
 
     def _show(self, now_s: float) -> None:
         for metrics in self.core.record.take_metrics():
-            line = {"timeline": metrics.at.timeline, "step": metrics.at.step, **metrics.values}
-            self._metrics_file.write(json.dumps(line) + "\n")
+            self._steps.write(metrics.at, metrics.values)
         if now_s < self._next_status_s:
             return
         self._next_status_s = now_s + STATUS_S
-        retire(self.core.ledger, self._checkpoints, keep=self._config.checkpoint.keep)
+        self._keep_checkpoints()
         self.board.snapshot = snapshot(
             self.core, name=self._config.run.dir.name, now_s=now_s, started_s=self._started_s,
-            arena=arena_space(self._folder), audit=self._audit,
+            arena=arena_space(self._folder), audit=self._audit, upload=self._upload_state(),
         )  # fmt: skip
         self.board.unhealthy = self._unhealthy(now_s)
+
+    def _keep_checkpoints(self) -> None:
+        """Offer the newest to the upload, then retire the others, but for one that is being copied."""
+        keep, busy = self._config.checkpoint.keep, ""
+        if self._uploader is not None:
+            self._uploader.offer([r.name for r in self.core.ledger.checkpoints() if r.at.step > 0][-keep:])
+            busy = self._uploader.busy
+        retire(self.core.ledger, self._checkpoints, keep=keep, busy=busy)
+
+    def _upload_state(self) -> UploadState | None:
+        up = self._uploader
+        return None if up is None else UploadState(up.pending, up.errors)
+
+    def _finish_uploads(self, watchdog: Watchdog) -> None:
+        """The last checkpoint is what a run is for: wait for its copy, unless that fails time and again."""
+        if self._uploader is None or self._config.watch.linger:
+            return
+        self._keep_checkpoints()
+        enough = self._uploader.errors + LAST_UPLOAD_TRIES
+        while self._uploader.pending and self._uploader.errors < enough:
+            watchdog.beat()
+            self._receive()
+            self._show(self._now())
 
     def _unhealthy(self, now_s: float) -> str:
         """ "" while the run progresses; a run that waits for roles to come is not stuck."""
@@ -246,6 +277,7 @@ class Server:
             self._receive()
             self._probe_locks(now_s)
             self._show(now_s)
+        self._finish_uploads(watchdog)
         self._conclude()
         return code
 

@@ -25,8 +25,9 @@ RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text(
 RECORDED = [rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule]
 QUIET = {"NoCommit", "NotRunning", "RunFailed", "NonFinite", "SamplesFailing", "CoordinatorDown", "RoleDown",
          "RoleRestarts", "RolledBack", "ArenaNearlyFull", "AccountingMismatch", "ThroughputFell"}  # fmt: skip
-JUSTLY_EMPTY = ("draftmill_gpu_", "draftmill_role_recovery_seconds", "draftmill_role_deaths_total")
-"""No GPU here, and nobody died."""
+JUSTLY_EMPTY = ("draftmill_gpu_", "draftmill_role_recovery_seconds", "draftmill_role_deaths_total",
+                "draftmill_upload_")  # fmt: skip
+"""No GPU here, nobody died, and nothing is uploaded."""
 
 
 class Prometheus:

@@ -19,6 +19,8 @@ def command_of(process) -> str:
 def unplaced(make_run):
     run = make_run(extra=LINGER)
     run.placed = False
+    upload = f'every_steps = 4\nupload = "{run.dir / "elsewhere"}"'
+    run.file.write_text(run.file.read_text().replace("every_steps = 4", upload))
     return run
 
 
@@ -39,6 +41,11 @@ def test_roles_find_their_places_again_and_rest_at_the_end(unplaced, undisturbed
     status = run.status()  # still served, for whoever looks after the end
     assert status["state"] == "finished" and status["batches_without_outcome"] == 0
     assert run.get("/healthz") == "ok"
+    last = status["checkpoints"][-1]["name"]
+    assert status["checkpoints"][-1]["step"] == status["step"]
+    run.wait((run.dir / "elsewhere" / last / "uploaded.json").exists, "the last checkpoint's copy")
+    assert "draftmill_upload_errors_total 0.0" in run.get("/metrics")
+
     run.start("target-0")  # a container that is started anew, e.g. with the host
     run.wait(lambda: command_of(run.processes["target-0"]) == "sleep infinity", "a late one rests too")
 

@@ -1,0 +1,134 @@
+"""Checkpoints at a local folder and at an S3 server, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+
+import pytest
+
+from protocol.errors import ConfigError
+from services.coordinator.upload import MARK, Uploader
+
+
+def checkpoint(root, name: str, size: int = 1000) -> None:
+    (root / name).mkdir(parents=True)
+    (root / name / "model.safetensors").write_bytes(bytes(range(256)) * (size // 256 + 1))
+    (root / name / "checkpoint.json").write_text("{}")
+
+
+def settle(uploader: Uploader, names: list[str]) -> None:
+    """Offer again and again, as the coordinator does, until all is there."""
+    pause, deadline_s = subprocess.Popen(["sleep", "60"]), time.monotonic() + 30
+    try:
+        while True:
+            uploader.offer(names)
+            if not uploader.pending:
+                return
+            assert time.monotonic() < deadline_s, f"{uploader.pending} pending, {uploader.errors} errors"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pause.wait(0.02)
+    finally:
+        pause.kill()
+        pause.wait()
+
+
+def test_recorded_checkpoints_arrive_with_their_mark_last(tmp_path):
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    for step in (4, 8):
+        checkpoint(root, f"ckpt-0-{step}-d")
+    uploader = Uploader(str(there), root)
+    settle(uploader, ["ckpt-0-4-d", "ckpt-0-8-d"])
+    uploader.close()
+    for step in (4, 8):
+        folder = there / f"ckpt-0-{step}-d"
+        sizes = json.loads((folder / MARK).read_text())
+        assert sizes == {name: (folder / name).stat().st_size for name in sizes}
+        assert set(sizes) == {"model.safetensors", "checkpoint.json"}
+        assert {file.name for file in folder.iterdir()} == {*sizes, MARK}
+    assert uploader.errors == 0
+
+
+def test_what_is_there_is_not_sent_again(tmp_path):
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d")
+    settle(Uploader(str(there), root), ["ckpt-0-4-d"])
+    before = (there / "ckpt-0-4-d" / "model.safetensors").stat().st_mtime_ns
+    settle(Uploader(str(there), root), ["ckpt-0-4-d"])
+    assert (there / "ckpt-0-4-d" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_copy_that_fails_leaves_no_mark_and_is_tried_again(tmp_path):
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d")
+    there.write_text("a file where a folder should be")
+    uploader = Uploader(str(there), root)
+    uploader.offer(["ckpt-0-4-d"])
+    deadline_s = time.monotonic() + 30
+    while uploader.errors == 0:
+        assert time.monotonic() < deadline_s
+    there.unlink()
+    settle(uploader, ["ckpt-0-4-d"])
+    assert (there / "ckpt-0-4-d" / MARK).exists()
+
+
+def test_an_unknown_protocol_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.upload = nowhere://x"):
+        Uploader("nowhere://x", tmp_path)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A bucket of a local server; s3fs takes the address from its own variables."""
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    server = shutil.which("moto_server")
+    if server is None:
+        pytest.skip("needs moto_server (PyPI: moto[server])")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [server, "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    for name, value in (("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test"),
+                        ("AWS_DEFAULT_REGION", "us-east-1"), ("AWS_ENDPOINT_URL", url)):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not _answers(url):
+            assert process.poll() is None and time.monotonic() < deadline_s, "moto_server does not answer"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=10).close()
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/moto-api/", timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_s3_bucket_gets_whole_objects(s3, tmp_path):
+    root = tmp_path / "checkpoints"
+    checkpoint(root, "ckpt-0-4-d", size=9 << 20)  # more than one part
+    uploader = Uploader("s3://bucket/run", root)
+    settle(uploader, ["ckpt-0-4-d"])
+    uploader.close()
+    assert uploader.errors == 0
+    for name in ("model.safetensors", "checkpoint.json"):
+        with urllib.request.urlopen(f"{s3}/bucket/run/ckpt-0-4-d/{name}", timeout=10) as answer:
+            assert answer.read() == (root / "ckpt-0-4-d" / name).read_bytes()
+    with urllib.request.urlopen(f"{s3}/bucket/run/ckpt-0-4-d/{MARK}", timeout=10) as answer:
+        assert json.load(answer)["model.safetensors"] > 9 << 20
