@@ -97,6 +97,7 @@ class Coordinator:
         self.pool = Pool()
         self._frontier = 0  # before this step every batch has been placed once
         self._leased_for: object = None
+        self._drafter_of: dict[BatchId, str] = {}  # of the batches that may be leased at this step
         self._lease_again_s = 0.0
         limits = Limits(
             config.target.assign_ahead, cap.in_flight_cap_packs, cap.in_flight_cap_bytes,
@@ -562,17 +563,21 @@ class Coordinator:
             self.record.event(now_s, f"batch {tuple(flight.batch)} is overdue at {flight.target}: reassigned")
         if not self.stopping and self.members.drafters:
             self.placement.assign(self._wanted(), self.step, targets, now_s)
-        if self.world.ranks and self._leases_may_change(now_s):
-            self.placement.lease(self._lease_order(), self.step, now_s)
+        if self.world.ranks:
+            self._lease(now_s)
 
-    def _leases_may_change(self, now_s: float) -> bool:
-        """Something became ready or free, the step or the world changed, or a lease may be overdue."""
+    def _lease(self, now_s: float) -> None:
+        """All packs when step or world changed or a lease may be overdue, else those with news."""
         about = (self.here, self.world.generation, self.current is None)
-        if not self.pool.leasable and about == self._leased_for and now_s < self._lease_again_s:
-            return False
-        self.pool.leasable, self._leased_for = False, about
-        self._lease_again_s = now_s + LEASE_PATIENCE_S / 4
-        return True
+        if about != self._leased_for or now_s >= self._lease_again_s:
+            self._leased_for, self._lease_again_s = about, now_s + LEASE_PATIENCE_S / 4
+            self._drafter_of = dict(self._lease_order())
+            order = list(self._drafter_of.items())
+        else:
+            news = sorted(self.pool.leasable & self._drafter_of.keys())
+            order = [(batch, self._drafter_of[batch]) for batch in news]
+        self.pool.leasable.clear()
+        self.placement.lease(order, self.step, now_s)
 
     def _wanted(self) -> Iterator[Wanted]:
         """Batches to place, the current step's first, then in plan order; lazily: credit ends it.

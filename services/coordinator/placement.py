@@ -204,11 +204,16 @@ class Placement:
             flight = self._pool.flights.get(batch)
             if flight is None or not flight.ready:
                 continue
-            if self._step_of(batch) > current_step:
-                ahead[drafter] = ahead.get(drafter, 0) + 1
-                if ahead[drafter] > self._limits.prefetch_packs:
+            if flight.holder != drafter and self._step_of(batch) > current_step:
+                if drafter not in ahead:
+                    ahead[drafter] = self._held_ahead(drafter, current_step)
+                if ahead[drafter] >= self._limits.prefetch_packs:
                     continue
+                ahead[drafter] += 1
             self._lease_one(flight, drafter, now_s)
+
+    def _held_ahead(self, drafter: str, current_step: int) -> int:
+        return sum(self._step_of(f.batch) > current_step for f in self._pool.of_holder(drafter))
 
     def _lease_one(self, flight: Flight, drafter: str, now_s: float) -> None:
         if flight.holder != drafter:

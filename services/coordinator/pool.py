@@ -14,7 +14,7 @@ late for its flight meets no flight.
 
 Everything asked per message is kept by target, holder and attempt: its cost does not grow with the run.
 Only the pool changes a flight, and it remembers what may follow from that: whose orders (`touched`),
-whether there is room for an assignment (`freed`) or a pack to lease (`leasable`).
+whether there may be room for an assignment (`freed`), and which packs may be leased now (`leasable`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Pool:
         self.returned: set[BatchId] = set()  # pending again after they were in flight
         self.payload_bytes = 0
         self.touched: set[str] = set()
-        self.freed = self.leasable = True
+        self.freed = True
+        self.leasable: set[BatchId] = set()
         self._by_target: dict[str, Flights] = {}
         self._by_holder: dict[str, Flights] = {}
         self._by_attempt: dict[Stamp, Flight] = {}
@@ -110,7 +111,7 @@ class Pool:
         """Back to ready in its slot; without a slot the batch is pending again."""
         self._hold(flight, None)
         flight.lease, flight.got = None, False
-        self.leasable = True
+        self.leasable.add(flight.batch)
         if flight.target is None:
             self.revoke(flight)
 
@@ -145,7 +146,8 @@ class Pool:
         self._leave_target(flight)
         del self.flights[flight.batch], self._by_attempt[flight.attempt]
         self.payload_bytes -= flight.payload_bytes
-        self.freed = self.leasable = True
+        self.leasable.discard(flight.batch)
+        self.freed = True
 
     def _leave_target(self, flight: Flight) -> None:
         if flight.target is not None:
@@ -192,7 +194,8 @@ class Pool:
             flight.tokens, flight.payload_bytes, flight.skipped = (
                 slot.tokens, slot.payload_bytes, slot.skipped,
             )  # fmt: skip
-            self.freed = self.leasable = True
+            self.leasable.add(flight.batch)
+            self.freed = True
 
     def drafter_reported(self, drafter: str, held: Iterable[Stamp]) -> None:
         held = set(held)
