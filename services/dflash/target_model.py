@@ -80,6 +80,7 @@ def load_target(
     with _model_errors(path):
         model, report = loader.from_pretrained(
             str(path),
+            config=_load_config(path),
             dtype=torch_dtype(dtype),
             attn_implementation=attention,
             use_safetensors=True,
@@ -117,8 +118,7 @@ def check_attention(path: str | Path, attention: str) -> Any:
     Raises `ModelError` where Transformers lacks this attention, or would compute, without a word, another
     than every server.
     """
-    with _model_errors(path):
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    config = _load_config(path)
     loader, model_class = loader_of(config)
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         raise ModelError(
@@ -185,9 +185,20 @@ def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 def load_text_config(path: str | Path) -> Any:
     """Configuration of the text tower; no weights are read. Raises `ModelError`."""
+    return _load_config(path).get_text_config(decoder=True)
+
+
+def _load_config(path: str | Path) -> Any:
+    """The whole configuration. Wrappers may say at the top only that the text tower's head is its embedding;
+    a text tower that is loaded alone would have a random one.
+    """
     with _model_errors(path):
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    said, known = (bool(getattr(one, "tie_word_embeddings", False)) for one in (config, text))
+    if said and not known and _one_name(_weight_files(path), _HEAD_NAMES) is None:
+        text.tie_word_embeddings = True
+    return config
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -193,6 +193,19 @@ def test_a_layer_for_several_tokens_does_not_hide_the_embedding(name, tmp_path):
     assert torch.equal(head.weight_VH, model.get_output_embeddings().weight)
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].wraps])
+def test_a_wrapper_may_say_at_the_top_only_that_the_head_is_tied(name, tmp_path):
+    model = model_of(FAMILIES[name], tied=True)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    target = load_target(tmp_path)
+    embedding, head = load_embedding_and_head(tmp_path)
+    assert torch.equal(target.head.weight_VH, model.get_output_embeddings().weight)
+    assert head.weight_VH is embedding and torch.equal(embedding, target.embed_weight_VH)
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_head_in_the_files_is_tied_only_if_it_is_the_embedding(equal, tmp_path):
     """As Transformers does it, whatever the configuration says."""
