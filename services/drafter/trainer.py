@@ -50,6 +50,7 @@ from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, Standin
 from services.drafter.saver import Saver, Unsaved
 from services.drafter.start import Started, device_of, hello, initial_weights, start
 from services.drafter.step import Outcome
+from services.gpu_figures import GpuFigures, uuid_of
 from services.lifecycle import (
     ExitCode,
     Watchdog,
@@ -127,6 +128,7 @@ class DrafterTrainer:
         self.counts = {"tokens_total": 0.0, "packs_total": 0.0}
         self.window = Window(config.profile.interval_s)
         self.watchdog = Watchdog(config.watch.stuck_s)
+        self.gpu = GpuFigures(uuid_of(started.device))
         self.failed_at_s: float | None = None
         self.generation: int | None = None  # stood in, or being formed
 
@@ -195,7 +197,7 @@ class DrafterTrainer:
             "stale_packs_total": float(self.intake.stale_packs),
             "phase_h2d_seconds": self.intake.open_s,
         }
-        return self.counts | intake | self.phases.totals()
+        return self.counts | intake | self.phases.totals() | self.gpu.read()
 
     def _leave(self) -> ExitCode:
         exit_ = self.link.exit

@@ -23,6 +23,7 @@ from protocol.errors import Fenced, PeerGone
 from protocol.keys import load_client_keys
 from protocol.messages import Stamp, TargetOrders
 from services.config.schema import Config
+from services.gpu_figures import GpuFigures, uuid_of
 from services.lifecycle import (
     ExitCode,
     Watchdog,
@@ -94,6 +95,7 @@ class TargetServer:
         self.board = Board(incarnation, writer.slots)
         self.totals = Totals()
         self.window = Window(self.totals, config.profile.interval_s)
+        self.gpu = GpuFigures(uuid_of(started.device))
         self.watchdog = Watchdog(config.watch.stuck_s)
         self.blame = Blame(writer)
         self.slabs = Slabs(started.slabs)
@@ -141,7 +143,7 @@ class TargetServer:
                 self.watchdog.beat()
             self._change.notify_all()
         totals = self.totals.snapshot() | {"stale_orders_total": float(self.board.stale_orders)}
-        self.link.report(orders=self.board.orders, totals=totals, slots=slots)
+        self.link.report(orders=self.board.orders, totals=totals | self.gpu.read(), slots=slots)
         self.window.step()
 
     def _leave(self, threads: list[threading.Thread]) -> ExitCode:

@@ -1,4 +1,4 @@
-"""Real Prometheus on a real run: each panel's and each rule's expression is answered with data."""
+"""A real run, watched by a real Prometheus and a real browser: every expression is answered with data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -20,6 +21,9 @@ from harness import Run, write_data, write_model
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "unit" / "deploy"))
+from browser import BROWSER, shown, visit  # noqa: E402
+
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "draftmill.json").read_text())
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
 RECORDED = [rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule]
@@ -67,8 +71,9 @@ class Prometheus:
         self.process.wait(30)
 
 
-@pytest.fixture
-def live(tmp_path):
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("live")
     run = Run(tmp_path, "run", write_model(tmp_path / "model"), write_data(tmp_path / "data", rows=4000))
     run.start()
     try:
@@ -116,3 +121,19 @@ def test_every_expression_is_answered(live):
     assert not firing & QUIET
     committed = float(server.value("draftmill_samples_committed")[0]["value"][1])
     assert 0 < committed <= run.status()["samples_committed"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser (Debian: chromium)")
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="shares a run with the test that needs prometheus")
+def test_the_page_shows_the_run_while_it_goes_on(live, tmp_path):
+    run, _ = live
+    url = json.loads((run.dir / "coordinator.json").read_text())["http"]
+    before = run.status()
+    visited = visit(url + "/", tmp_path / "profile")
+    after = run.status()
+    assert visited.console == []
+    values = shown(visited.dom)
+    assert before["step"] <= values["draftmill_step"] <= after["step"]
+    committed = values["draftmill_samples_committed"]
+    assert before["samples_committed"] <= committed <= after["samples_committed"]
+    assert {"draftmill_loss", "draftmill_accepted_tokens", "draftmill_arena_bytes"} <= values.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,20 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 class Visit(NamedTuple):
     dom: str
     console: list[str]
+
+
+def shown(dom: str) -> dict[str, float]:
+    """`data-metric` -> `data-value` of our page."""
+    values: dict[str, float] = {}
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            given = dict(attrs)
+            if given.get("data-metric") and given.get("data-value"):
+                values[given["data-metric"]] = float(given["data-value"])
+
+    Reader().feed(dom)
+    return values
 
 
 def visit(url: str, profile: Path, *, seconds: float = 4.0) -> Visit:

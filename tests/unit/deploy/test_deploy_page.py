@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import urllib.request
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from services.coordinator.status import ArenaSpace, snapshot
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "coordinator")]
-from browser import BROWSER, screenshot, visit  # noqa: E402
+from browser import BROWSER, screenshot, shown, visit  # noqa: E402
 from cluster import Cluster  # noqa: E402
 from test_coordinator import config, dataset  # noqa: E402, F401 - a fixture
 
@@ -44,20 +43,6 @@ def url(board):
     server.close()
 
 
-class Shown(HTMLParser):
-    """`data-metric` -> `data-value` of a page."""
-
-    def __init__(self, dom: str) -> None:
-        super().__init__()
-        self.values: dict[str, float] = {}
-        self.feed(dom)
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        if given.get("data-metric") and given.get("data-value"):
-            self.values[given["data-metric"]] = float(given["data-value"])
-
-
 def scraped(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         lines = (line.rpartition(" ") for line in answer.read().decode().splitlines())
@@ -77,9 +62,9 @@ def test_the_page_loads_nothing_from_elsewhere(url):
 def test_it_shows_the_figures_of_metrics_without_a_word_on_the_console(url, board, tmp_path):
     visited = visit(url + "/", tmp_path / "profile")
     assert visited.console == []
-    shown, served = Shown(visited.dom).values, scraped(url)
-    assert {"draftmill_step", "draftmill_in_flight_packs", "draftmill_slots_used"} <= shown.keys()
-    assert shown == {name: served[name] for name in shown}
+    seen, served = shown(visited.dom), scraped(url)
+    assert {"draftmill_step", "draftmill_in_flight_packs", "draftmill_slots_used"} <= seen.keys()
+    assert seen == {name: served[name] for name in seen}
     assert "a &lt;b&gt;run" in visited.dom and "target 0" in visited.dom
     for event in board.snapshot["events"]:
         assert event["text"].replace("&", "&amp;") in visited.dom
