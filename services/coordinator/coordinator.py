@@ -10,9 +10,7 @@ newest level of each member and on the ledger. Clock readings are handed in.
 
 from __future__ import annotations
 
-import heapq
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protocol.messages import (
@@ -33,24 +31,16 @@ from protocol.messages import (
 from services.config.schema import Config
 from services.coordinator.ledger import CheckpointRow, Ledger
 from services.coordinator.members import DrafterMember, Members, TargetMember
-from services.coordinator.placement import LEASE_PATIENCE_S, Limits, Placement, Wanted
-from services.coordinator.pool import Flight, Pool
 from services.coordinator.record import Record
-from services.coordinator.steps import Composer, Composition, Try, rank_of
+from services.coordinator.steps import Try
+from services.coordinator.work import Work
 from services.coordinator.world import World
 from services.data.dataset import Dataset
-from services.data.plan import Schedule
 
 log = logging.getLogger(__name__)
 
 POISON_DEATHS = 2
 """Targets that may die in a batch's forward before it is run alone; one more and it is FAILED."""
-
-REGROUP_S = 0.5
-"""Between two generations of the same members, whatever they complain of."""
-
-GROUP_ERROR = "group: "
-"""How a drafter's error begins when its process group broke or did not come about."""
 
 
 @dataclass(frozen=True)
@@ -77,33 +67,14 @@ class Coordinator:
         *, target_devices: tuple[str, ...], drafter_devices: tuple[str, ...], now_s: float,
     ) -> None:  # fmt: skip
         self.config, self.ledger, self.fingerprint, self.size = config, ledger, fingerprint, size
-        self._lengths = dataset.lengths
         self.epoch_number = ledger.new_coordinator_epoch()
         self._counter = 0
-        self.schedule = Schedule(config, dataset)
-        plan, cap = config.plan, config.coordinator
-        self.composer = Composer(
-            self.schedule, order=plan.order, packs_per_step=plan.packs_per_step,
-            min_ready=plan.min_ready, seed=config.run.seed,
-        )  # fmt: skip
-        self._batches_per_epoch = [len(self.schedule.epoch(e).batches) for e in range(config.run.epochs)]
+        self.work = Work(config, dataset, ledger, size.bytes_per_token, self.new_stamp)
+        self.schedule, self.pool, self.placement = self.work.schedule, self.work.pool, self.work.placement
         self.members = Members(target_devices, drafter_devices)
         self.world = World(
             places=len(drafter_devices), elastic=config.drafter.elastic, salt=str(config.run.dir.absolute())
         )
-        self._regrouped_s = now_s - REGROUP_S
-        self._formed_version = -1  # of the members that the world was last formed from
-        self._complaints: set[str] = set()  # drafters whose last report says that their group is over
-        self.pool = Pool()
-        self._frontier = 0  # before this step every batch has been placed once
-        self._leased_for: object = None
-        self._drafter_of: dict[BatchId, str] = {}  # of the batches that may be leased at this step
-        self._lease_again_s = 0.0
-        limits = Limits(
-            config.target.assign_ahead, cap.in_flight_cap_packs, cap.in_flight_cap_bytes,
-            cap.overdue_s, config.drafter.prefetch_packs,
-        )  # fmt: skip
-        self.placement = Placement(self.pool, limits, self.new_stamp, self._step_of)
         self.placement.suspects = {b for b, count in ledger.deaths().items() if count >= POISON_DEATHS}
         self.record = Record(config.run.epochs * len(dataset))
         self.current: Try | None = None
@@ -113,8 +84,7 @@ class Coordinator:
         self.failed_reason = ""
         self._buried = ledger.buried()
         self._awaited = {i.name for i in ledger.living()}
-        self._await_until_s = now_s + cap.rejoin_s
-        self._outcomes: dict[int, dict[int, str]] = {}
+        self._await_until_s = now_s + config.coordinator.rejoin_s
 
     def new_stamp(self) -> Stamp:
         self._counter += 1
@@ -154,33 +124,18 @@ class Coordinator:
             return False
         return self._recorded_here() or not self.complete_members()
 
-    def _in_order(self) -> bool:
-        return self.config.plan.order == "plan"
-
-    def batches_per_epoch(self) -> list[int]:
-        return self._batches_per_epoch
-
-    def outcomes(self, epoch: int) -> dict[int, str]:
-        """Batch index -> outcome on this timeline."""
-        if epoch not in self._outcomes:
-            self._outcomes[epoch] = self.ledger.outcomes(epoch)
-        return self._outcomes[epoch]
-
-    def _has_outcome(self, batch: BatchId) -> bool:
-        return batch.index in self.outcomes(batch.epoch)
-
     def complete_members(self) -> list[DrafterMember]:
         """Living drafters with the weights of the ledger's last step, or its voted gradient in hand."""
         return [d for d in self.members.drafters.values() if self.is_complete(d)]
 
     def is_complete(self, drafter: DrafterMember) -> bool:
-        return _is_complete(drafter, self.here, self.ledger.last_try)
+        return drafter.is_complete(self.here, self.ledger.last_try)
 
     def first_complete_rank(self) -> str | None:
         """Who gives its state to newcomers. Looks at all ranks while nobody is complete."""
         drafters, here, last_try = self.members.drafters, self.here, self.ledger.last_try
         for name in self.world.ranks:
-            if name in drafters and _is_complete(drafters[name], here, last_try):
+            if name in drafters and drafters[name].is_complete(here, last_try):
                 return name
         return None
 
@@ -267,19 +222,10 @@ class Coordinator:
         for flight, reason in failed:
             self._fail(flight.batch, f"target: {reason}", now_s, poison=False)
         for slot in strangers:
-            known = slot.batch in self.pool.flights or slot.batch.epoch >= self.config.run.epochs
-            before = slot.attempt.coordinator_epoch < self.epoch_number
-            if before and not known and slot.state != "failed" and not self._has_outcome(slot.batch):
-                self._adopt_flight(name, slot.batch, slot.attempt, now_s)
+            if slot.attempt.coordinator_epoch < self.epoch_number and slot.state != "failed":
+                self.work.adopt(name, slot.batch, slot.attempt, now_s)
         if strangers:
             self.pool.target_reported(name, report.slots, report.orders)
-
-    def _adopt_flight(self, target: str, batch: BatchId, attempt: Stamp, now_s: float) -> None:
-        """Work from before this coordinator's start goes on: its attempt stays valid."""
-        if batch.index >= self._batches_per_epoch[batch.epoch]:
-            return
-        item = self._wanted_item(batch)
-        self.pool.add(Flight(batch, item.samples, item.tokens, item.payload_bytes, attempt, target, now_s))
 
     def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:
         name = member.incarnation
@@ -289,10 +235,7 @@ class Coordinator:
                 # it got it before this coordinator's start
                 self.pool.lease(flight, name, self.new_stamp(), now_s)
         self.pool.touched.add(name)
-        if report.generation is None and GROUP_ERROR in report.error:
-            self._complaints.add(name)
-        else:
-            self._complaints.discard(name)
+        self.world.heard(name, report)
         self.pool.drafter_reported(name, report.held)
         if self.current is not None:
             self.current.vote(name, report.vote)
@@ -335,7 +278,7 @@ class Coordinator:
         self._buried.add(name)
         self._awaited.discard(name)
         self.record.left(now_s, name, reason)
-        if computing is not None and not self._has_outcome(computing):
+        if computing is not None and not self.work.has_outcome(computing):
             self._count_death(computing, now_s)
         if member is None:
             return
@@ -343,7 +286,7 @@ class Coordinator:
         if isinstance(member, TargetMember):
             self.pool.target_died(name)
             return
-        self._complaints.discard(name)
+        self.world.forget(name)
         if self.current is not None and name in self.current:
             self._abort(f"drafter {name} {reason}", now_s)
         if self.saving is not None and self.saving.incarnation == name:
@@ -411,24 +354,19 @@ class Coordinator:
             [(f.batch, skip) for f in flights for skip in f.skipped],
         )
         for flight in flights:
-            self._settle(flight.batch, "committed")
+            self.work.settle(flight.batch, "committed")
         self.record.committed(now_s, tokens=sum(f.tokens for f in flights))
         self.current = None
-        self.composer.forget(self.step)
+        self.work.composer.forget(self.step)
         self._check_failed_ratio(now_s)
 
-    def _settle(self, batch: BatchId, outcome: str) -> None:
-        self.outcomes(batch.epoch)[batch.index] = outcome
-        self.pool.done(batch)
-        self.placement.settled(batch)
-
     def _fail(self, batch: BatchId, reason: str, now_s: float, *, poison: bool) -> None:
-        if self._has_outcome(batch):
+        if self.work.has_outcome(batch):
             return
-        samples = self.schedule.epoch(batch.epoch).batches[batch.index]
-        step = max(self.step, min(self._step_of(batch), self.schedule.total_steps - 1))
+        samples = self.work.samples(batch)
+        step = max(self.step, min(self.work.step_of(batch), self.schedule.total_steps - 1))
         self.ledger.fail_batch(batch, step, len(samples), reason, poison=poison)
-        self._settle(batch, "failed")
+        self.work.settle(batch, "failed")
         self.record.event(now_s, f"batch {tuple(batch)} failed: {reason}")
         if self.current is not None and any(batch == member for _, member in self.current.composition):
             self._abort(f"batch {tuple(batch)} failed", now_s)
@@ -453,31 +391,14 @@ class Coordinator:
             self.current = None
 
     def _form_world(self, now_s: float) -> None:
-        broken = self._broken_group() if now_s - self._regrouped_s >= REGROUP_S else ""
+        broken = self.world.broken(self.members.drafters, now_s)
         if broken:
-            self._regrouped_s = now_s
             self.record.event(now_s, f"generation {self.world.generation} is over: {broken}")
             self._abort(broken, now_s)
-        at_boundary, version = self.current is None, self.members.version
-        if version == self._formed_version and not broken:
-            return
-        ready = [d for d in self.members.drafters.values() if d.report is not None]
-        if self.world.update(ready, at_boundary=at_boundary, number=self._number, broken=bool(broken)):
+        if self.world.follow(
+            self.members, at_boundary=self.current is None, stamp=self.new_stamp, broken=broken
+        ):
             assert self.current is None, "a try outlived its world"
-        if at_boundary:  # else a newcomer may still be waiting for one
-            self._formed_version = version
-
-    def _number(self) -> int:
-        """A stamp as one number: orders with a newer stamp speak of this generation or a later one."""
-        return _as_number(self.new_stamp())
-
-    def _broken_group(self) -> str:
-        """Why the generation cannot go on, in a member's words; "" if none that was told of it complains."""
-        for name in sorted(self._complaints & self.world.places.keys()):
-            report = self.members.drafters[name].report
-            if report is not None and _as_number(report.orders) > self.world.generation:
-                return f"{name}: {report.error}"
-        return ""
 
     def _roll_back_if_lost(self, now_s: float) -> None:
         """Nobody has the last step's weights any more: continue from the last recorded checkpoint."""
@@ -489,10 +410,7 @@ class Coordinator:
         lost = self.step - checkpoint.at.step
         timeline = self.ledger.open_timeline(checkpoint)
         self.current = self.saving = None
-        self._outcomes.clear()
-        self._frontier, self.pool.freed = 0, True
-        self.composer.forget()
-        self.pool.clear(lambda flight: not self._has_outcome(flight.batch))
+        self.work.rolled_back()
         self.record.rolled_back(now_s, timeline, checkpoint.at.step, lost)
 
     def recorded_names(self) -> set[str]:
@@ -517,11 +435,11 @@ class Coordinator:
         """A try opens when the world is formed and complete; its packs may still be on their way."""
         if self.current is not None or self.stopping or self.step >= self.schedule.total_steps:
             return
-        composition = self._composition(self.step)
+        composition = self.work.composition(self.step)
         if composition is None or not self._world_ready():
             return
         step_try = StepTry(*self.here, *self.new_stamp())
-        epoch = self.composer.epoch_of(self.step)
+        epoch = self.work.composer.epoch_of(self.step)
         self.current = Try(step_try, epoch, composition, self.world.ranks)
 
     def _world_ready(self) -> bool:
@@ -534,26 +452,6 @@ class Coordinator:
         report = self.members.drafters[rank].report
         return report is not None and report.generation == self.world.generation
 
-    def _composition(self, step: int) -> Composition | None:
-        """The step's batches without the failed ones, which leave holes."""
-        if not self._in_order() and self.composer.composition(step) is None:
-            self._draw(step)
-        composition = self.composer.composition(step)
-        if composition is None:
-            return None
-        return tuple((p, b) for p, b in composition if self.outcomes(b.epoch).get(b.index) != "failed")
-
-    def _draw(self, step: int) -> None:
-        epoch = self.composer.epoch_of(step)
-        ready = self.composer.undrawn(f.batch for f in self.pool if f.ready and f.batch.epoch == epoch)
-        open_batches = [
-            BatchId(epoch, index)
-            for index in range(self._batches_per_epoch[epoch])
-            if index not in self.outcomes(epoch)
-        ]
-        left = len(self.composer.undrawn(open_batches))
-        self.composer.draw(step, ready, left, saturated=all(f.ready for f in self.pool))
-
     # ---- packs --------------------------------------------------------------------------------
 
     def _move_packs(self, now_s: float) -> None:
@@ -562,81 +460,12 @@ class Coordinator:
         for flight in late:
             self.record.event(now_s, f"batch {tuple(flight.batch)} is overdue at {flight.target}: reassigned")
         if not self.stopping and self.members.drafters:
-            self.placement.assign(self._wanted(), self.step, targets, now_s)
+            self.work.assign(targets, now_s)
         if self.world.ranks:
-            self._lease(now_s)
-
-    def _lease(self, now_s: float) -> None:
-        """All packs when step or world changed or a lease may be overdue, else those with news."""
-        about = (self.here, self.world.generation, self.current is None)
-        if about != self._leased_for or now_s >= self._lease_again_s:
-            self._leased_for, self._lease_again_s = about, now_s + LEASE_PATIENCE_S / 4
-            self._drafter_of = dict(self._lease_order())
-            order = list(self._drafter_of.items())
-        else:
-            news = sorted(self.pool.leasable & self._drafter_of.keys())
-            order = [(batch, self._drafter_of[batch]) for batch in news]
-        self.pool.leasable.clear()
-        self.placement.lease(order, self.step, now_s)
-
-    def _wanted(self) -> Iterator[Wanted]:
-        """Batches to place, the current step's first, then in plan order; lazily: credit ends it.
-
-        What came back to pending is remembered, all else lies beyond the frontier: no walk over flights.
-        """
-        step = self.step
-        if step == self.schedule.total_steps:
-            return
-        if not self._in_order():
-            yield from (self._wanted_item(b) for _, b in self._composition(step) or () if self._pending(b))
-            step = self.schedule.first_step(self.composer.epoch_of(step))  # early batches may be open
-        for batch in heapq.merge(sorted(self.pool.returned), self._beyond_frontier(step)):
-            if self._pending(batch):
-                yield self._wanted_item(batch)
-
-    def _beyond_frontier(self, step: int) -> Iterator[BatchId]:
-        """Pending batches in plan order. The frontier passes a step once all of it was placed."""
-        self._frontier = max(self._frontier, step)
-        for planned in range(self._frontier, self.schedule.total_steps):
-            batches = [batch for _, batch in self.composer.planned(planned)]
-            yield from filter(self._pending, batches)
-            if planned == self._frontier and not any(map(self._pending, batches)):
-                self._frontier += 1
-
-    def _pending(self, batch: BatchId) -> bool:
-        return batch not in self.pool.flights and not self._has_outcome(batch)
-
-    def _step_of(self, batch: BatchId) -> int:
-        return self.composer.step_of(batch, self.step)
-
-    def _wanted_item(self, batch: BatchId) -> Wanted:
-        samples = self.schedule.epoch(batch.epoch).batches[batch.index]
-        tokens = int(self._lengths[list(samples)].sum())
-        return Wanted(batch, samples, tokens, tokens * self.size.bytes_per_token)
-
-    def _lease_order(self) -> Iterator[tuple[BatchId, str]]:
-        """(batch, drafter) from the current step on, as far as anybody prefetches."""
-        ranks = self.current.ranks if self.current is not None else self.world.ranks
-        packs = self.config.drafter.prefetch_packs * len(ranks)
-        ahead = 1 - (-packs // self.config.plan.packs_per_step)
-        for step in range(self.step, min(self.step + 1 + ahead, self.schedule.total_steps)):
-            for position, batch in self._composition(step) or ():
-                yield batch, ranks[rank_of(position, len(ranks))]
+            ranks = self.current.ranks if self.current is not None else self.world.ranks
+            self.work.lease(ranks, (self.here, self.world.generation, self.current is None), now_s)
 
     def _finish(self, now_s: float) -> None:
         if self.step == self.schedule.total_steps and self._recorded_here() and not self.finished:
             self.ledger.finish()
             self.record.event(now_s, "finished")
-
-
-def _is_complete(drafter: DrafterMember, here: StepAt, last_try: StepTry | None) -> bool:
-    report = drafter.report
-    if report is None:
-        return False
-    if report.complete == here:
-        return True
-    return report.vote is not None and report.vote.step_try == last_try and last_try is not None
-
-
-def _as_number(stamp: Stamp) -> int:
-    return (stamp.coordinator_epoch << 32) + stamp.counter

@@ -11,7 +11,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocol.messages import PROTOCOL_VERSION, DrafterHello, DrafterReport, StepAt, TargetHello, TargetReport
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    DrafterHello,
+    DrafterReport,
+    StepAt,
+    StepTry,
+    TargetHello,
+    TargetReport,
+)
 
 Totals = dict[str, float]
 
@@ -82,6 +90,14 @@ class DrafterMember(Member):
     def complete(self) -> StepAt | None:
         """The weights it reported to have, None before it has any."""
         return self.report.complete if self.report else None
+
+    def is_complete(self, here: StepAt, last_try: StepTry | None) -> bool:
+        """Whether it has the weights of `here`, or the voted gradient of the try that led there."""
+        report = self.report
+        if report is None:
+            return False
+        voted = report.vote.step_try if report.vote is not None else None
+        return report.complete == here or (voted is not None and voted == last_try)
 
 
 class Members:

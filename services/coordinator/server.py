@@ -293,7 +293,7 @@ class Server:
     def _conclude(self) -> None:
         """The accounting of the whole run, from the ledger, to the log and to `run.dir/result.json`."""
         core, now_s = self.core, time.monotonic()
-        self._audit = core.ledger.audit(core.batches_per_epoch())
+        self._audit = core.ledger.audit(core.work.batches_per_epoch)
         self._next_status_s = 0.0
         self._show(now_s)
         swept = sweep(self._folder)

@@ -53,7 +53,7 @@ def snapshot(
         "run": name,
         "state": _state(core),
         "reason": core.failed_reason,
-        "epoch": core.composer.epoch_of(last_step),
+        "epoch": core.work.composer.epoch_of(last_step),
         "epochs": core.config.run.epochs,
         "step": core.step,
         "total_steps": core.schedule.total_steps,
@@ -102,7 +102,7 @@ def _state(core: Coordinator) -> str:
 
 def _batches(core: Coordinator, committed: int, failed: int) -> dict[str, int]:
     flights = list(core.pool)
-    total = sum(core.batches_per_epoch())
+    total = sum(core.work.batches_per_epoch)
     return {
         "pending": total - len(flights) - committed - failed,
         "assigned": sum(not f.ready for f in flights),

@@ -9,13 +9,20 @@ the result, stays the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from protocol.messages import Group, Member
-from services.coordinator.members import DrafterMember
+from protocol.messages import DrafterReport, Group, Member, Stamp
+from services.coordinator.members import DrafterMember, Members
 
 STORE_PORTS = range(20000, 32000)
 """Ports of group stores: below the ephemeral ones, so no outgoing connection sits on them."""
+
+
+REGROUP_S = 0.5
+"""Between two generations of the same members, whatever they complain of."""
+
+GROUP_ERROR = "group: "
+"""How a drafter's error begins when its process group broke or did not come about."""
 
 
 class World:
@@ -27,6 +34,43 @@ class World:
         self.generation = 0
         self.places: dict[str, int] = {}  # incarnation -> rank
         self._group: Group | None = None
+        self._formed_version = -1  # of the members that the world was last formed from
+        self._complaints: set[str] = set()  # drafters whose last report says that their group is over
+        self._regroup_from_s = 0.0
+
+    def heard(self, name: str, report: DrafterReport) -> None:
+        """Keep in mind who stands in no group and says that its group is over."""
+        if report.generation is None and GROUP_ERROR in report.error:
+            self._complaints.add(name)
+        else:
+            self._complaints.discard(name)
+
+    def forget(self, name: str) -> None:
+        self._complaints.discard(name)
+
+    def broken(self, drafters: Mapping[str, DrafterMember], now_s: float) -> str:
+        """Why the generation cannot go on, in the words of a member that was told of it; "" if it can."""
+        if now_s < self._regroup_from_s:
+            return ""
+        for name in sorted(self._complaints & self.places.keys()):
+            report = drafters[name].report
+            if report is not None and _as_number(report.orders) > self.generation:
+                self._regroup_from_s = now_s + REGROUP_S
+                return f"{name}: {report.error}"
+        return ""
+
+    def follow(self, members: Members, *, at_boundary: bool, stamp: Callable[[], Stamp], broken: str) -> bool:
+        """Form a new generation if the members changed or the present one broke; True if one began."""
+        version = members.version
+        if version == self._formed_version and not broken:
+            return False
+        ready = [d for d in members.drafters.values() if d.report is not None]
+        began = self.update(
+            ready, at_boundary=at_boundary, number=lambda: _as_number(stamp()), broken=bool(broken)
+        )
+        if at_boundary:  # else a newcomer may still be waiting for one
+            self._formed_version = version
+        return began
 
     def update(
         self,
@@ -64,3 +108,8 @@ class World:
         digest = hashlib.sha256(f"{self._salt} {self.generation}".encode()).digest()
         port = STORE_PORTS[int.from_bytes(digest[:4], "big") % len(STORE_PORTS)]
         return f"{'127.0.0.1' if len(set(hosts)) == 1 else hosts[0]}:{port}"
+
+
+def _as_number(stamp: Stamp) -> int:
+    """A stamp as one number: orders with a newer stamp speak of this generation or a later one."""
+    return (stamp.coordinator_epoch << 32) + stamp.counter

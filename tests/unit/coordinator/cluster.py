@@ -398,7 +398,7 @@ class Cluster:
     def check(self) -> None:
         """Every batch has one outcome, every committed step is what its ranks trained, and nothing else."""
         core, ledger = self.core, self.ledger
-        assert ledger.audit(core.batches_per_epoch()) == (0, 0)
+        assert ledger.audit(core.work.batches_per_epoch) == (0, 0)
         rows = ledger._db.execute(
             "SELECT step, coordinator_epoch, counter FROM steps WHERE timeline = ? ORDER BY step",
             (ledger.timeline,),

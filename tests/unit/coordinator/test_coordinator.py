@@ -177,9 +177,9 @@ def test_a_batch_that_came_back_never_stands_before_an_earlier_pending_one(tmp_p
     cluster = Cluster(tmp_path, config(), dataset, seed=1)
     core = cluster.core
     core.pool.returned |= {BatchId(0, 9), BatchId(1, 0)}
-    wanted = [item.batch for item in core._wanted()]
+    wanted = [item.batch for item in core.work.wanted()]
     assert wanted[0] == BatchId(0, 0) and sorted(set(wanted)) == list(dict.fromkeys(wanted))
-    assert len(set(wanted)) == sum(core.batches_per_epoch())
+    assert len(set(wanted)) == sum(core.work.batches_per_epoch)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
