@@ -23,7 +23,7 @@ demo: $(MADE)
 	$(BIN)/python examples/demo/run.py
 
 test: $(MADE)
-	$(ONE_THREAD) $(BIN)/pytest -m "not gpu and not compose"
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not compose"
 
 test-compose: $(MADE)
 	$(ONE_THREAD) $(BIN)/pytest -m compose tests/compose
