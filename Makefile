@@ -16,7 +16,7 @@ BIN := .venv/bin
 MADE := .venv/.made
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test check chaos bench docs
+.PHONY: demo test test-compose check chaos bench docs
 .DELETE_ON_ERROR:
 
 demo: $(MADE)
