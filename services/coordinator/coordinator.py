@@ -29,9 +29,10 @@ from protocol.messages import (
     Who,
 )
 from services.config.schema import Config
-from services.coordinator.ledger import CheckpointRow, Ledger
+from services.coordinator.ledger import Ledger
 from services.coordinator.members import DrafterMember, Members, TargetMember
 from services.coordinator.record import Record
+from services.coordinator.saves import Saves
 from services.coordinator.steps import Try
 from services.coordinator.work import Work
 from services.coordinator.world import World
@@ -49,14 +50,6 @@ class PackSize:
 
     bytes_per_token: int
     slot_bytes: int
-
-
-@dataclass
-class Saving:
-    """A checkpoint that a drafter was told to write and that is not recorded yet."""
-
-    at: StepAt
-    incarnation: str
 
 
 class Coordinator:
@@ -78,7 +71,7 @@ class Coordinator:
         self.placement.suspects = {b for b, count in ledger.deaths().items() if count >= POISON_DEATHS}
         self.record = Record(config.run.epochs * len(dataset))
         self.current: Try | None = None
-        self.saving: Saving | None = None
+        self.saves = Saves(ledger, config.checkpoint.every_steps)
         self.outbox: list[tuple[str, Message]] = []
         self.stopping = False
         self.failed_reason = ""
@@ -122,7 +115,7 @@ class Coordinator:
     def _stopped_cleanly(self) -> bool:
         if self.current is not None:
             return False
-        return self._recorded_here() or not self.complete_members()
+        return self.saves.recorded(self.step) or not self.complete_members()
 
     def complete_members(self) -> list[DrafterMember]:
         """Living drafters with the weights of the ledger's last step, or its voted gradient in hand."""
@@ -139,10 +132,6 @@ class Coordinator:
                 return name
         return None
 
-    def _recorded_here(self) -> bool:
-        rows = self.ledger.checkpoints()
-        return bool(rows) and rows[-1].at.step == self.step
-
     # ---- what members say ---------------------------------------------------------------------
 
     def hello(self, hello: TargetHello | DrafterHello, now_s: float) -> bool:
@@ -157,7 +146,7 @@ class Coordinator:
         if member is None and self.recovering and name not in self._awaited:
             return False  # places belong to those who are awaited; it will say Hello again
         if member is None:
-            reason = self.members.refusal(hello, self.fingerprint) or self._slots_refusal(hello)
+            reason = self.members.refusal(hello, self.fingerprint, self.size.slot_bytes)
             if reason:
                 self.outbox.append((name, Exit(incarnation=name, finished=False, reason=reason)))
                 self.record.event(now_s, f"{hello.role} {name} refused: {reason}")
@@ -184,11 +173,6 @@ class Coordinator:
         else:
             return False
         return True
-
-    def _slots_refusal(self, hello: TargetHello | DrafterHello) -> str:
-        if isinstance(hello, TargetHello) and hello.slot_bytes < self.size.slot_bytes:
-            return f"slots of {hello.slot_bytes} bytes; a pack of this run needs {self.size.slot_bytes}"
-        return ""
 
     def report(self, report: TargetReport | DrafterReport, now_s: float) -> bool:
         """Follow a member's newest level; False for a stale one (its sender is not to be trusted)."""
@@ -240,26 +224,17 @@ class Coordinator:
         if self.current is not None:
             self.current.vote(name, report.vote)
         for saved in report.saved:
-            self._saved(name, saved.at, saved.name, saved.sha256, now_s)
+            if self.saves.saved(saved, self.here):
+                self.record.event(now_s, f"checkpoint {saved.name} recorded")
         if report.error:
             self._drafter_error(member, report.error, now_s)
         for metrics in report.metrics:
             self.record.metrics(metrics, now_s)
 
-    def _saved(self, name: str, at: StepAt, folder: str, sha256: str, now_s: float) -> None:
-        if at.timeline != self.ledger.timeline or at.step > self.step:
-            return  # of a history that was rolled back; swept as unknown
-        if folder not in self.recorded_names():
-            self.ledger.record_checkpoint(folder, at, sha256)
-            self.record.event(now_s, f"checkpoint {folder} recorded")
-        if self.saving is not None and self.saving.at == at:
-            self.saving = None
-
     def _drafter_error(self, member: DrafterMember, error: str, now_s: float) -> None:
         if self.record.error(now_s, member.incarnation, error):
             log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
-        if self.saving is not None and self.saving.incarnation == member.incarnation:
-            self.saving = None
+        self.saves.given_up(member.incarnation)
         if member.complete is None and "adopt: " in error:
             self._give_up(f"drafter {member.index} could not load its state: {error}", now_s)
 
@@ -289,8 +264,7 @@ class Coordinator:
         self.world.forget(name)
         if self.current is not None and name in self.current:
             self._abort(f"drafter {name} {reason}", now_s)
-        if self.saving is not None and self.saving.incarnation == name:
-            self.saving = None
+        self.saves.given_up(name)
         self.pool.drafter_died(name)
 
     def _count_death(self, batch: BatchId, now_s: float) -> None:
@@ -318,7 +292,9 @@ class Coordinator:
         self._form_world(now_s)
         if not self.failed_reason:
             self._roll_back_if_lost(now_s)
-            self._order_checkpoint()
+            if self.current is None:
+                end = self.stopping or self.step == self.schedule.total_steps
+                self.saves.order(self.here, self.complete_members, end=end)
             self._open_try()
             self._move_packs(now_s)
             self._finish(now_s)
@@ -404,53 +380,26 @@ class Coordinator:
         """Nobody has the last step's weights any more: continue from the last recorded checkpoint."""
         if not self.world.ranks or any(map(self.is_complete, self.members.drafters.values())):
             return
-        checkpoint = self.last_checkpoint()
+        checkpoint = self.ledger.last_checkpoint()
         if checkpoint is None or checkpoint.at.step == self.step:
             return  # drafters start from the seed, or from the checkpoint of this very step
         lost = self.step - checkpoint.at.step
         timeline = self.ledger.open_timeline(checkpoint)
-        self.current = self.saving = None
+        self.current = self.saves.pending = None
         self.work.rolled_back()
         self.record.rolled_back(now_s, timeline, checkpoint.at.step, lost)
-
-    def recorded_names(self) -> set[str]:
-        return {row.name for row in self.ledger.checkpoints()}
-
-    def last_checkpoint(self) -> CheckpointRow | None:
-        rows = self.ledger.checkpoints()
-        return rows[-1] if rows else None
-
-    def _order_checkpoint(self) -> None:
-        """At step 0, every `checkpoint.every_steps`, at the end and at a stop."""
-        step, last = self.step, self.step == self.schedule.total_steps
-        due = step % self.config.checkpoint.every_steps == 0 or last or self.stopping
-        if not due or self.current is not None or self.saving is not None or self._recorded_here():
-            return
-        complete = self.complete_members()
-        if complete:
-            first = min(complete, key=lambda d: d.index)
-            self.saving = Saving(self.here, first.incarnation)
 
     def _open_try(self) -> None:
         """A try opens when the world is formed and complete; its packs may still be on their way."""
         if self.current is not None or self.stopping or self.step >= self.schedule.total_steps:
             return
         composition = self.work.composition(self.step)
-        if composition is None or not self._world_ready():
+        complete = {d.incarnation for d in self.complete_members()}
+        if composition is None or not self.world.ready(self.members.drafters, complete):
             return
         step_try = StepTry(*self.here, *self.new_stamp())
         epoch = self.work.composer.epoch_of(self.step)
         self.current = Try(step_try, epoch, composition, self.world.ranks)
-
-    def _world_ready(self) -> bool:
-        drafters = self.members.drafters
-        return bool(self.world.ranks) and all(
-            self._in_generation(rank) and self.is_complete(drafters[rank]) for rank in self.world.ranks
-        )
-
-    def _in_generation(self, rank: str) -> bool:
-        report = self.members.drafters[rank].report
-        return report is not None and report.generation == self.world.generation
 
     # ---- packs --------------------------------------------------------------------------------
 
@@ -466,6 +415,6 @@ class Coordinator:
             self.work.lease(ranks, (self.here, self.world.generation, self.current is None), now_s)
 
     def _finish(self, now_s: float) -> None:
-        if self.step == self.schedule.total_steps and self._recorded_here() and not self.finished:
+        if self.step == self.schedule.total_steps and self.saves.recorded(self.step) and not self.finished:
             self.ledger.finish()
             self.record.event(now_s, "finished")

@@ -21,6 +21,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,24 +31,7 @@ from services.config.fingerprint import differences, identity_sha256
 
 SCHEMA_VERSION = 1
 
-_SCHEMA = """
-CREATE TABLE run(key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE coordinator_epochs(epoch INTEGER PRIMARY KEY, started_s REAL NOT NULL) STRICT;
-CREATE TABLE incarnations(name TEXT PRIMARY KEY, role TEXT NOT NULL, place INTEGER NOT NULL,
-  host TEXT NOT NULL, died TEXT) STRICT;
-CREATE TABLE timelines(timeline INTEGER PRIMARY KEY, parent INTEGER, step INTEGER NOT NULL) STRICT;
-CREATE TABLE steps(timeline INTEGER, step INTEGER, coordinator_epoch INTEGER NOT NULL,
-  counter INTEGER NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY(timeline, step)) STRICT;
-CREATE TABLE outcomes(timeline INTEGER, epoch INTEGER, batch INTEGER, step INTEGER NOT NULL,
-  samples INTEGER NOT NULL, failed TEXT, poison INTEGER NOT NULL DEFAULT 0,
-  PRIMARY KEY(timeline, epoch, batch)) STRICT;
-CREATE TABLE skips(timeline INTEGER, epoch INTEGER, sample INTEGER, batch INTEGER NOT NULL,
-  step INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY(timeline, epoch, sample)) STRICT;
-CREATE TABLE deaths(epoch INTEGER, batch INTEGER, count INTEGER NOT NULL, PRIMARY KEY(epoch, batch)) STRICT;
-CREATE TABLE checkpoints(name TEXT PRIMARY KEY, timeline INTEGER NOT NULL, step INTEGER NOT NULL,
-  sha256 TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0) STRICT;
-CREATE TABLE finished(timeline INTEGER NOT NULL, step INTEGER NOT NULL) STRICT;
-"""
+_SCHEMA = files("services.coordinator").joinpath("ledger.sql").read_text()
 
 
 class CheckpointRow(NamedTuple):
@@ -323,6 +307,14 @@ class Ledger:
         """Folder names of all checkpoints that are not deleted, of any timeline."""
         rows = self._db.execute("SELECT name FROM checkpoints WHERE deleted = 0").fetchall()
         return {name for (name,) in rows}
+
+    def last_checkpoint(self) -> CheckpointRow | None:
+        """The newest of this timeline's history: what a roll-back returns to."""
+        rows = self.checkpoints()
+        return rows[-1] if rows else None
+
+    def recorded_names(self) -> set[str]:
+        return {row.name for row in self.checkpoints()}
 
     def record_checkpoint(self, name: str, at: StepAt, sha256: str) -> None:
         """The files are durable; saying it again changes nothing."""

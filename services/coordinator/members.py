@@ -129,7 +129,7 @@ class Members:
         yield from list(self.targets.values())
         yield from list(self.drafters.values())
 
-    def refusal(self, hello: TargetHello | DrafterHello, fingerprint: str) -> str:
+    def refusal(self, hello: TargetHello | DrafterHello, fingerprint: str, slot_bytes: int) -> str:
         """Why this Hello cannot be welcomed; "" if it can."""
         if hello.protocol != PROTOCOL_VERSION:
             return (
@@ -140,6 +140,8 @@ class Members:
                 f"configuration fingerprint {hello.fingerprint[:12]}, the run's is {fingerprint[:12]}: "
                 "start the role with the run's training options, model and data"
             )
+        if isinstance(hello, TargetHello) and hello.slot_bytes < slot_bytes:
+            return f"slots of {hello.slot_bytes} bytes; a pack of this run needs {slot_bytes}"
         if self._vacant(hello) is None:
             where = "every place" if hello.index is None else f"place {hello.index}"
             places = len(self._devices[hello.role])

@@ -98,7 +98,7 @@ def _unacted(member: TargetMember | DrafterMember, last: TargetOrders | DrafterO
 
 def _shared(coordinator: Coordinator) -> tuple[object, ...]:
     """What every drafter's orders depend on beside the pool and its own report."""
-    saving, attempt = coordinator.saving, coordinator.current
+    saving, attempt = coordinator.saves.pending, coordinator.current
     return (
         coordinator.here,
         coordinator.ledger.last_try,
@@ -128,7 +128,7 @@ def drafter_orders(
 ) -> DrafterOrders:
     name = drafter.incarnation
     flights = coordinator.pool.of_holder(name)
-    saving = coordinator.saving
+    saving = coordinator.saves.pending
     return DrafterOrders(
         incarnation=name,
         stamp=stamp,
@@ -166,7 +166,7 @@ def _adopt(coordinator: Coordinator, drafter: DrafterMember, peer: str | None) -
     here = coordinator.here
     if peer is not None:
         return Adopt(at=here, source="peer", name=peer, sha256="")
-    checkpoint = coordinator.last_checkpoint()
+    checkpoint = coordinator.ledger.last_checkpoint()
     if checkpoint is None:
         return Adopt(at=StepAt(here.timeline, 0), source="seed", name="", sha256="")
     return Adopt(at=here, source="checkpoint", name=checkpoint.name, sha256=checkpoint.sha256)
@@ -175,5 +175,5 @@ def _adopt(coordinator: Coordinator, drafter: DrafterMember, peer: str | None) -
 def _recorded(coordinator: Coordinator, drafter: DrafterMember) -> tuple[StepAt, ...]:
     """Of the checkpoints it still reports, those that need no more reporting."""
     reported = drafter.report.saved if drafter.report else ()
-    known, timeline = coordinator.recorded_names(), coordinator.ledger.timeline
+    known, timeline = coordinator.ledger.recorded_names(), coordinator.ledger.timeline
     return tuple(saved.at for saved in reported if saved.name in known or saved.at.timeline != timeline)

@@ -9,7 +9,7 @@ the result, stays the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from protocol.messages import DrafterReport, Group, Member, Stamp
 from services.coordinator.members import DrafterMember, Members
@@ -97,6 +97,12 @@ class World:
             named = tuple(Member(rank=rank, incarnation=name) for rank, name in enumerate(wanted))
             self._group = Group(generation=self.generation, members=named, store=store)
         return True
+
+    def ready(self, drafters: Mapping[str, DrafterMember], complete: Collection[str]) -> bool:
+        """Every rank has the last step's weights and stands in this generation's group."""
+        reports = [drafters[rank].report for rank in self.ranks if rank in complete]
+        in_group = [r for r in reports if r is not None and r.generation == self.generation]
+        return bool(self.ranks) and len(in_group) == len(self.ranks)
 
     def group(self) -> Group | None:
         """As it is told to its members; None while there is none."""

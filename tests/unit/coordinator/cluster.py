@@ -390,7 +390,8 @@ class Cluster:
     def describe(self) -> str:
         core = self.core
         return (
-            f"step {core.step}/{core.schedule.total_steps} current={core.current} saving={core.saving} "
+            f"step {core.step}/{core.schedule.total_steps} current={core.current} "
+            f"saving={core.saves.pending} "
             f"world={core.world.ranks} awaited={core.awaited} flights={list(core.pool)} "
             f"events={[e.text for e in core.record.events][-8:]}"
         )
