@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from coordinator_roles import Drafter, Target
-from coordinator_sockets import measure_sockets
+from simulated.roles import Drafter, Target
+from simulated.sockets import measure_sockets
 
 from services.config.schema import Config
 from services.coordinator.coordinator import Coordinator, PackSize

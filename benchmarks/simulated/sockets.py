@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import zmq
-from coordinator_roles import Drafter, Target
 
 from protocol.arena import lock_name
 from protocol.codec import decode, encode
@@ -32,6 +31,7 @@ from services.coordinator.sizing import identity_and_size
 from services.data.dataset import Dataset, Sample
 from services.data.writer import write_dataset
 from services.lifecycle import arena_folder, control_endpoint
+from simulated.roles import Drafter, Target
 
 PACKS, MIN_PACKS = 24, 1024
 SLOTS = 6

@@ -1,0 +1,1 @@
+"""Roles without a model, for benchmarks of the coordinator."""
