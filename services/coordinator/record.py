@@ -31,6 +31,7 @@ class Record:
         self.refused_messages = 0
         self.aborted_tries = 0
         self.roll_backs = 0
+        self._rolled_back_to: int | None = None
         self.lost_steps = 0
         self.joins: Counter[str] = Counter()
         self.deaths: Counter[str] = Counter()
@@ -91,6 +92,13 @@ class Record:
         self.roll_backs += 1
         self.lost_steps += lost
         self.event(now_s, f"rolled back {lost} steps to the checkpoint of step {step}: timeline {timeline}")
+        if step == self._rolled_back_to:
+            self.event(
+                now_s,
+                f"no checkpoint since the last roll-back to step {step}: drafters die more often than "
+                "checkpoint.every_steps; lower it, or the run may never end",
+            )
+        self._rolled_back_to = step
 
     def error(self, now_s: float, name: str, error: str) -> bool:
         """True when this error of this member is news."""

@@ -118,6 +118,20 @@ def test_a_drafter_death_rolls_back_to_the_last_checkpoint(tmp_path, dataset):
     cluster.check()
 
 
+def test_checkpoints_that_are_further_apart_than_kills_are_told_of(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(checkpoint={"every_steps": 100}), dataset, seed=1)
+    for _ in range(2):
+        steps = cluster.core.record.committed_steps
+        while cluster.core.record.committed_steps < steps + 2:
+            cluster.respawn()
+            cluster.turn()
+        cluster.kill(next(name for name in cluster.roles if name.startswith("drafter")))
+    cluster.run()
+    cluster.check()
+    texts = [event.text for event in cluster.core.record.events]
+    assert sum("lower it, or the run may never end" in text for text in texts) == 1
+
+
 def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset):
     cluster = Cluster(tmp_path, config(), dataset, seed=1)
     while cluster.core.step < 3:
