@@ -57,8 +57,8 @@ class Tally:
     worst_distance: float = 0.0
 
     def line(self) -> str:
-        names = ("kills", "stops", "fills", "unlinks", "truncations", "rounds", "epochs", "samples", "lost",
-                 "duplicated", "failed", "leaked_bytes")  # fmt: skip
+        names = ("kills", "stops", "leaves", "fills", "unlinks", "truncations", "rounds", "epochs", "samples")
+        names += ("lost", "duplicated", "failed", "leaked_bytes")
         weights = max(self.weights, key=["identical", "close", "different"].index, default="none")
         return " ".join(f"{name}={self.counts[name]}" for name in names) + f" weights={weights}"
 

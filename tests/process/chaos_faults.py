@@ -1,6 +1,7 @@
 """What the chaos tool does to a run: one seeded disturbance at a time, and what must be undone later.
 
     kill       SIGKILL of one role, two at once, or all of them
+    leave      SIGTERM of one role, which leaves cleanly: the coordinator ends the whole run, on a checkpoint
     stop       SIGSTOP of one role, SIGCONT later: before it is missed, or long after it was fenced
     unlink     a living target's arena file is removed
     truncate   a living target's arena file is cut
@@ -26,7 +27,7 @@ from chaos_roles import ForkedRun
 from services.lifecycle import arena_folder
 
 TMPFS_BYTES = 48 << 20
-KINDS = {"kill": 60, "stop": 22, "unlink": 3, "truncate": 5, "fill": 10}
+KINDS = {"kill": 60, "leave": 15, "stop": 22, "unlink": 3, "truncate": 5, "fill": 10}
 
 
 class SmallDisk:
@@ -100,6 +101,12 @@ class Faults:
         process.send_signal(signal.SIGSTOP)
         self._undo.append((time.monotonic() + span_s, lambda: process.send_signal(signal.SIGCONT)))
         self.counts["stops"] += 1
+
+    def _leave(self) -> None:
+        names = self._running()
+        if names:
+            self._run.processes[self._random.choice(names)].send_signal(signal.SIGTERM)
+            self.counts["leaves"] += 1
 
     def _unlink(self) -> None:
         for arena in self._arenas(1):
