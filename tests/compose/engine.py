@@ -154,7 +154,7 @@ class Project:
             "COMPOSE_PROJECT_NAME": name, "COMPOSE_FILE": "docker-compose.yml:compose.test.yml",
             "STATUS_AT": f"127.0.0.1:{port}", "TEST_IMAGE": IMAGE, "TEST_CHECKOUT": str(ROOT),
             "TEST_PYTHON": sys.executable, "TEST_PREFIX": sys.prefix, "TEST_BASE_PREFIX": sys.base_prefix,
-            "TEST_MEMLOCK": str(resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]),
+            "MEMLOCK": str(resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]),
         }  # fmt: skip
         text = "".join(f"{key}={value}\n" for key, value in (given | variables).items())
         (folder / ".env").write_text(text)
