@@ -25,12 +25,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
-from protocol.errors import AlreadyRunning, DraftmillError, Fenced, RetryError, RunStopped
+from protocol.errors import AlreadyRunning, DraftmillError, Fenced, PeerGone, RetryError, RunStopped
 from protocol.files import FileLock, private_folder
 from services.config.schema import Config
 
@@ -89,6 +90,20 @@ def hold_lock(folder: Path, incarnation: str) -> FileLock:
     Free means dead to everybody else. Raises ConfigError when the folder is open to others.
     """
     return FileLock(private_folder(folder) / f"{incarnation}.lock").acquire()
+
+
+@contextmanager
+def tidy_end(lock: FileLock) -> Iterator[None]:
+    """Remove the lock once the role has left in order: by itself, or sent away with all else released.
+
+    Any other exception leaves the file where it is, and the lock with the process: its death is the message.
+    """
+    try:
+        yield
+    except (Fenced, PeerGone):
+        lock.release(unlink=True)
+        raise
+    lock.release(unlink=True)
 
 
 def stop_on_signals(wake: Callable[[], None] | None = None) -> threading.Event:

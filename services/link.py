@@ -19,12 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from protocol.codec import decode, encode
 from protocol.errors import DecodeError, DraftmillError, Fenced, PeerGone
+from protocol.keys import load_client_keys
 from protocol.messages import (
     Bye,
     DrafterHello,
@@ -41,6 +43,8 @@ from protocol.messages import (
     Who,
 )
 from protocol.sockets import dealer, new_context, router
+from services.config.schema import Config
+from services.lifecycle import control_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +96,21 @@ class Link:
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self.refused_messages = 0
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    @classmethod
+    def of_run(cls, config: Config, hello: TargetHello | DrafterHello, *, inbox: str | None = None) -> Link:
+        """As the run's options say. ConfigError for keys that are missing, open to others or malformed."""
+        options = config.coordinator
+        return cls(
+            control_endpoint(config),
+            hello,
+            heartbeat_s=options.heartbeat_s,
+            inbox=inbox,
+            patience_s=options.silence_s,
+            absence_s=config.watch.stuck_s,
+            keys=load_client_keys(Path(options.keys)) if options.keys else None,
+            insecure=options.insecure,
+        )
 
     # ---- for the role -------------------------------------------------------------------------
 

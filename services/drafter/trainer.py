@@ -16,8 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from protocol.errors import CheckpointError, Fenced, GroupBroken, PeerGone
-from protocol.keys import load_client_keys
+from protocol.errors import CheckpointError, GroupBroken
 from protocol.messages import (
     Adopt,
     DrafterOrders,
@@ -55,9 +54,9 @@ from services.lifecycle import (
     ExitCode,
     Watchdog,
     arena_folder,
-    control_endpoint,
     hold_lock,
     stop_on_signals,
+    tidy_end,
 )
 from services.link import Link
 from services.transport.reader import SlotReader
@@ -81,25 +80,10 @@ def main(config: Config, incarnation: str, index: int | None = None) -> ExitCode
     folder = arena_folder(config)
     lock = hold_lock(folder, incarnation)
     inbox = f"ipc://{folder.resolve() / incarnation}.inbox"
-    keys = config.coordinator.keys
-    link = Link(
-        control_endpoint(config),
-        hello(config, started, incarnation, index, inbox),
-        heartbeat_s=config.coordinator.heartbeat_s,
-        patience_s=config.coordinator.silence_s,
-        absence_s=config.watch.stuck_s,
-        inbox=inbox,
-        keys=load_client_keys(Path(keys)) if keys else None,
-        insecure=config.coordinator.insecure,
-    )
+    link = Link.of_run(config, hello(config, started, incarnation, index, inbox), inbox=inbox)
     trainer = DrafterTrainer(config, incarnation, started, link, folder, stop_on_signals(link.wake))
-    try:
-        code = trainer.train()
-    except (Fenced, PeerGone):
-        lock.release(unlink=True)  # everything else is released already
-        raise
-    lock.release(unlink=True)
-    return code
+    with tidy_end(lock):
+        return trainer.train()
 
 
 class DrafterTrainer:

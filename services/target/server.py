@@ -15,12 +15,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from protocol.errors import Fenced, PeerGone
-from protocol.keys import load_client_keys
 from protocol.messages import Stamp, TargetOrders
 from services.config.schema import Config
 from services.gpu_figures import GpuFigures, uuid_of
@@ -28,9 +25,9 @@ from services.lifecycle import (
     ExitCode,
     Watchdog,
     arena_folder,
-    control_endpoint,
     hold_lock,
     stop_on_signals,
+    tidy_end,
 )
 from services.link import Link
 from services.target.batch import HostBatch, gather
@@ -59,23 +56,10 @@ def join_run(config: Config, started: Started, incarnation: str, index: int | No
     folder = arena_folder(config)
     lock = hold_lock(folder, incarnation)
     writer = open_slots(config, started, folder, incarnation)
-    link = Link(
-        control_endpoint(config),
-        hello(writer, incarnation, index, run_fingerprint(config, started)),
-        heartbeat_s=config.coordinator.heartbeat_s,
-        patience_s=config.coordinator.silence_s,
-        absence_s=config.watch.stuck_s,
-        keys=load_client_keys(Path(config.coordinator.keys)) if config.coordinator.keys else None,
-        insecure=config.coordinator.insecure,
-    )
+    link = Link.of_run(config, hello(writer, incarnation, index, run_fingerprint(config, started)))
     server = TargetServer(config, incarnation, started, writer, link, stop_on_signals(link.wake))
-    try:
-        code = server.serve()
-    except (Fenced, PeerGone):
-        lock.release(unlink=True)  # everything else is released already
-        raise
-    lock.release(unlink=True)
-    return code
+    with tidy_end(lock):
+        return server.serve()
 
 
 class TargetServer:

@@ -9,6 +9,7 @@ from protocol.codec import decode, encode
 from protocol.errors import PeerGone
 from protocol.messages import DrafterHello, DrafterReport, Stamp, Welcome
 from protocol.sockets import Router, new_context, router
+from services.config.schema import Config
 from services.link import Link
 
 NAME = "drafter-1"
@@ -73,3 +74,28 @@ def test_a_role_stays_while_a_coordinator_returns_in_time(tmp_path: Path) -> Non
         assert link.exit is None
         link.close("the test is over")
     context.term()
+
+
+def test_the_options_of_a_run_make_the_link(tmp_path: Path) -> None:
+    """An endpoint of its own, a beat in half a second, given up after one; `watch.stuck_s` is for later."""
+    endpoint, context = f"ipc://{tmp_path / 'control'}", new_context()
+    options = {"endpoint": endpoint, "heartbeat_s": 0.5, "silence_s": 1.0}
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "coordinator": options})
+    link = Link.of_run(config, HELLO)
+    with router(context, endpoint) as control:
+        link.start()
+        first, second = receive(control)[1], receive(control)[1]
+        assert isinstance(first, DrafterHello) and isinstance(second, DrafterHello)
+        assert second.seq == first.seq + 1
+        wait_for_exit(link)
+    with pytest.raises(PeerGone, match="no coordinator answered within 1 s"):
+        raise link.why_refused()
+    link.close("the test is over")
+    context.term()
+
+
+def test_a_run_over_the_network_has_its_keys_read_before_anything_is_said(tmp_path: Path) -> None:
+    options = {"endpoint": "tcp://127.0.0.1:9", "keys": str(tmp_path)}
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "coordinator": options})
+    with pytest.raises(ConfigError, match=r"roles\.public"):
+        Link.of_run(config, HELLO)

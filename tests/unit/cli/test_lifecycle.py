@@ -10,7 +10,7 @@ import pytest
 from protocol import errors
 from protocol.files import is_alive
 from services.config.schema import Config
-from services.lifecycle import ExitCode, arena_folder, exit_code, hold_lock, new_incarnation
+from services.lifecycle import ExitCode, arena_folder, exit_code, hold_lock, new_incarnation, tidy_end
 
 
 def make(**sections) -> Config:
@@ -42,6 +42,19 @@ def test_an_incarnation_is_new_each_time_and_its_lock_says_it_lives(tmp_path):
     assert is_alive(tmp_path / "run" / f"{name}.lock")
     lock.release()
     assert not is_alive(tmp_path / "run" / f"{name}.lock")
+
+
+def test_a_role_that_leaves_in_order_removes_its_lock_and_one_that_fails_does_not(tmp_path):
+    file = tmp_path / "drafter-1.lock"
+    with tidy_end(hold_lock(tmp_path, "drafter-1")):
+        assert is_alive(file)
+    assert not file.exists()
+    with pytest.raises(errors.Fenced), tidy_end(hold_lock(tmp_path, "drafter-1")):
+        raise errors.Fenced("sent away")
+    assert not file.exists()
+    with pytest.raises(errors.CorruptPack), tidy_end(hold_lock(tmp_path, "drafter-1")):
+        raise errors.CorruptPack("a slot holds something else")
+    assert file.exists()
 
 
 @pytest.mark.parametrize(
