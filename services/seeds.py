@@ -12,3 +12,8 @@ def seed(*parts: int | str) -> int:
     """A 63-bit seed that is a pure function of `parts` (each an int or a str; 1 and "1" differ)."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def noise_seed(run_seed: int, epoch: int, index: int) -> int:
+    """Of the feature noise of batch (epoch, index): whoever adds it, target or drafter, draws the same."""
+    return seed(run_seed, "noise", epoch, index)

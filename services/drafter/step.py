@@ -29,7 +29,7 @@ from services.dflash.pack import PackLoss, pack_loss
 from services.drafter.metrics import Phases, TallyLayout
 from services.drafter.reduce import Reducer
 from services.drafter.weights import Weights, learning_rate
-from services.seeds import seed
+from services.seeds import noise_seed, seed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLIP_EPS = 1e-6
@@ -107,7 +107,7 @@ class StepGradient:
         return join_taps(
             [sections[f"features.{tap}"] for tap in range(taps)],
             kind=recipe.noise, scale=recipe.noise_scale,
-            seed=seed(self._config.run.seed, "noise", batch.epoch, batch.index),
+            seed=noise_seed(self._config.run.seed, *batch),
         )  # fmt: skip
 
     def _forward(

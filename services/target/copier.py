@@ -24,7 +24,7 @@ from protocol.messages import Stamp
 from services.config.schema import Config
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.noise import add_noise_
-from services.seeds import seed
+from services.seeds import noise_seed
 from services.target.batch import HostBatch
 from services.target.board import Job, Outcome
 from services.target.forward import Slab
@@ -173,10 +173,10 @@ class Copier:
     def _add_noise(self, job: Job, features_TF: Tensor) -> None:
         """Tap by tap, which takes a fraction of the temporaries that all columns at once would."""
         kind, scale, run_seed = self._noise
-        noise_seed = seed(run_seed, "noise", *job.batch)
+        batch_seed = noise_seed(run_seed, *job.batch)
         for column in range(0, features_TF.shape[1], self._hidden):
             tap_TH = features_TF[:, column : column + self._hidden]
-            add_noise_(tap_TH, kind=kind, scale=scale, seed=noise_seed, first_column=column)
+            add_noise_(tap_TH, kind=kind, scale=scale, seed=batch_seed, first_column=column)
 
     def _leave_out(
         self, job: Job, batch: HostBatch, bad: list[int], sections: dict[str, Tensor]
