@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_ITEMS = 8192  # of one list in one message, e.g. samples of a batch: the codec reads no longer one
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -194,6 +194,16 @@ class StepMetrics(Frozen):
     values: Totals
 
 
+class Failure(Frozen):
+    """An order that a drafter could not follow: to take a state, to stand in a group, to save."""
+
+    order: Literal["adopt", "group", "save"]
+    reason: Text
+
+    def __str__(self) -> str:
+        return f"{self.order}: {self.reason}"
+
+
 class DrafterReport(Report):
     complete: StepAt | None  # None: no usable weights yet
     generation: Count | None  # process group it stands in; None: none
@@ -203,7 +213,7 @@ class DrafterReport(Report):
     vote: Vote | None
     saved: tuple[Saved, ...]
     metrics: tuple[StepMetrics, ...]  # of the last steps, newest last
-    error: Text  # "" or why the last order could not be followed (load failed, disk full, ...)
+    failures: Annotated[tuple[Failure, ...], Field(max_length=16)]  # of orders that still stand
 
 
 class Bye(Message):

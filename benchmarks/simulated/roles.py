@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from protocol.messages import (
+    PROTOCOL_VERSION,
     DrafterHello,
     DrafterOrders,
     DrafterReport,
@@ -41,8 +42,9 @@ class Target(Role):
 
     def hello(self) -> TargetHello:
         return TargetHello(
-            incarnation=self.name, seq=self.next_seq(), protocol=1, fingerprint=self.fingerprint, host="h",
-            index=int(self.name.rpartition("-")[2]), arena=f"{self.name}.arena", kind="shm", slots=6,
+            incarnation=self.name, seq=self.next_seq(), protocol=PROTOCOL_VERSION,
+            fingerprint=self.fingerprint, host="h", index=int(self.name.rpartition("-")[2]),
+            arena=f"{self.name}.arena", kind="shm", slots=6,
             slot_bytes=10**6,
         )  # fmt: skip
 
@@ -94,8 +96,8 @@ class Drafter(Role):
 
     def hello(self) -> DrafterHello:
         return DrafterHello(
-            incarnation=self.name, seq=self.next_seq(), protocol=1, fingerprint=self.fingerprint, host="h",
-            index=int(self.name.rpartition("-")[2]), inbox=self.name,
+            incarnation=self.name, seq=self.next_seq(), protocol=PROTOCOL_VERSION,
+            fingerprint=self.fingerprint, host="h", index=int(self.name.rpartition("-")[2]), inbox=self.name,
         )  # fmt: skip
 
     def act(self, orders: DrafterOrders, drafters: Mapping[str, Drafter]) -> list[str]:
@@ -132,5 +134,5 @@ class Drafter(Role):
         return DrafterReport(
             incarnation=self.name, seq=self.next_seq(), orders=self.acted, totals={}, complete=self.complete,
             generation=self.generation, held=tuple(sorted(self.held)), training=None, trained=0,
-            vote=self.vote, saved=self.saved, metrics=(), error="",
+            vote=self.vote, saved=self.saved, metrics=(), failures=(),
         )  # fmt: skip

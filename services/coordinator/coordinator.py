@@ -19,6 +19,7 @@ from protocol.messages import (
     DrafterHello,
     DrafterReport,
     Exit,
+    Failure,
     Message,
     Stamp,
     StepAt,
@@ -62,7 +63,7 @@ class Coordinator:
         self.config, self.ledger, self.fingerprint, self.size = config, ledger, fingerprint, size
         self.epoch_number = ledger.new_coordinator_epoch()
         self._counter = 0
-        self.work = Work(config, dataset, ledger, size.bytes_per_token, self.new_stamp)
+        self.work = Work(config, data, ledger, size.bytes_per_token, self.new_stamp)
         self.schedule, self.pool, self.placement = self.work.schedule, self.work.pool, self.work.placement
         self.members = Members(target_devices, drafter_devices)
         self.world = World(
@@ -226,16 +227,17 @@ class Coordinator:
         for saved in report.saved:
             if self.saves.saved(saved, self.here):
                 self.record.event(now_s, f"checkpoint {saved.name} recorded")
-        if report.error:
-            self._drafter_error(member, report.error, now_s)
+        if report.failures:
+            self._drafter_failed(member, report.failures, now_s)
         for metrics in report.metrics:
             self.record.metrics(metrics, now_s)
 
-    def _drafter_error(self, member: DrafterMember, error: str, now_s: float) -> None:
+    def _drafter_failed(self, member: DrafterMember, failures: tuple[Failure, ...], now_s: float) -> None:
+        error = "; ".join(map(str, failures))
         if self.record.error(now_s, member.incarnation, error):
             log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
         self.saves.given_up(member.incarnation)
-        if member.complete is None and "adopt: " in error:
+        if member.complete is None and any(failure.order == "adopt" for failure in failures):
             self._give_up(f"drafter {member.index} could not load its state: {error}", now_s)
 
     def bye(self, bye: Bye, now_s: float) -> None:

@@ -21,9 +21,6 @@ STORE_PORTS = range(20000, 32000)
 REGROUP_S = 0.5
 """Between two generations of the same members, whatever they complain of."""
 
-GROUP_ERROR = "group: "
-"""How a drafter's error begins when its process group broke or did not come about."""
-
 
 class World:
     """The current generation's members by rank. `salt` keeps the stores of two runs apart."""
@@ -40,7 +37,7 @@ class World:
 
     def heard(self, name: str, report: DrafterReport) -> None:
         """Keep in mind who stands in no group and says that its group is over."""
-        if report.generation is None and GROUP_ERROR in report.error:
+        if report.generation is None and any(failure.order == "group" for failure in report.failures):
             self._complaints.add(name)
         else:
             self._complaints.discard(name)
@@ -56,7 +53,7 @@ class World:
             report = drafters[name].report
             if report is not None and _as_number(report.orders) > self.generation:
                 self._regroup_from_s = now_s + REGROUP_S
-                return f"{name}: {report.error}"
+                return f"{name}: {'; '.join(map(str, report.failures))}"
         return ""
 
     def follow(self, members: Members, *, at_boundary: bool, stamp: Callable[[], Stamp], broken: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from protocol.messages import (
     Adopt,
     DrafterOrders,
+    Failure,
     Group,
     Saved,
     Stamp,
@@ -33,7 +34,7 @@ from protocol.messages import (
 )
 
 METRICS_KEPT = 8  # steps whose figures are repeated in each report, in case one is lost
-ERROR_CHARACTERS = 4000  # what fits a message's text field
+REASON_CHARACTERS = 4000  # what fits a message's text field
 
 
 class Load(NamedTuple):
@@ -133,7 +134,7 @@ class Desk:
         self._saving: StepAt | None = None
         self._saved: dict[StepAt, Saved] = {}
         self._metrics: list[StepMetrics] = []
-        self._errors: dict[Order, str] = {}  # of orders that still stand
+        self._failures: dict[Order, Failure] = {}  # of orders that still stand
 
     # ---- what arrives -------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class Desk:
         self.orders = orders
         self._saved = {at: saved for at, saved in self._saved.items() if at not in orders.recorded}
         standing = (orders.adopt, orders.save, orders.group.generation if orders.group else None)
-        self._errors = {order: why for order, why in self._errors.items() if order in standing}
+        self._failures = {order: failure for order, failure in self._failures.items() if order in standing}
         dropped = [attempt for attempt, lease in self._held.items() if not self._may_hold(attempt, lease)]
         for attempt in dropped:
             del self._held[attempt]
@@ -254,7 +255,7 @@ class Desk:
     def ungrouped(self, generation: int, why: str) -> None:
         """`generation` did not come about, or broke. No generation and a reason ask for another one."""
         self.generation, self._unformed = None, generation
-        self._errors[generation] = f"group: {why}"
+        self._failures[generation] = _failure("group", why)
 
     def overwriting(self) -> None:
         """From here on the weights are no state of any step, until `loaded`."""
@@ -263,11 +264,13 @@ class Desk:
 
     def loaded(self, at: StepAt) -> None:
         self.complete = at
-        self._errors = {order: why for order, why in self._errors.items() if not isinstance(order, Adopt)}
+        self._failures = {
+            order: failure for order, failure in self._failures.items() if failure.order != "adopt"
+        }
 
     def unloaded(self, adopt: Adopt, why: str) -> None:
         self._refused.add(adopt)
-        self._errors[adopt] = f"adopt: {why}"
+        self._failures[adopt] = _failure("adopt", why)
 
     def saving(self, at: StepAt) -> None:
         self._saving = at
@@ -275,12 +278,12 @@ class Desk:
     def saved(self, saved: Saved) -> None:
         self._saving = None
         self._saved[saved.at] = saved
-        self._errors.pop(saved.at, None)
+        self._failures.pop(saved.at, None)
 
     def unsaved(self, at: StepAt, why: str) -> None:
         self._saving = None
         self._refused.add(at)
-        self._errors[at] = f"save: {why}"
+        self._failures[at] = _failure("save", why)
 
     def retry(self) -> None:
         """Some time has passed: what failed to load or to save may be tried again."""
@@ -306,5 +309,9 @@ class Desk:
             "vote": attempt.vote if attempt else None,
             "saved": tuple(self._saved[at] for at in sorted(self._saved)),
             "metrics": tuple(self._metrics),
-            "error": "; ".join(self._errors.values())[:ERROR_CHARACTERS],
+            "failures": tuple(self._failures.values()),
         }
+
+
+def _failure(order: Literal["adopt", "group", "save"], why: str) -> Failure:
+    return Failure(order=order, reason=why[:REASON_CHARACTERS])

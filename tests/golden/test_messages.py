@@ -36,12 +36,12 @@ EXAMPLES: tuple[m.Message, ...] = (
         ),
     ),
     m.TargetHello(
-        incarnation="target-3f9c", seq=0, protocol=1, fingerprint=SHA, host="gpu-1", index=None,
-        arena="target-3f9c.arena", kind="pinned", slots=6, slot_bytes=2**27,
+        incarnation="target-3f9c", seq=0, protocol=m.PROTOCOL_VERSION, fingerprint=SHA, host="gpu-1",
+        index=None, arena="target-3f9c.arena", kind="pinned", slots=6, slot_bytes=2**27,
     ),
     m.DrafterHello(
-        incarnation="drafter-11aa", seq=0, protocol=1, fingerprint=SHA, host="gpu-1", index=0,
-        inbox="ipc:///dev/shm/draftmill/demo-00c0ffee/drafter-11aa.inbox",
+        incarnation="drafter-11aa", seq=0, protocol=m.PROTOCOL_VERSION, fingerprint=SHA, host="gpu-1",
+        index=0, inbox="ipc:///dev/shm/draftmill/demo-00c0ffee/drafter-11aa.inbox",
     ),
     m.TargetReport(
         incarnation="target-3f9c", seq=17, orders=m.Stamp(2, 5), totals={"forward_s": 1.5, "tokens": 8192.0},
@@ -62,7 +62,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         vote=m.Vote(step_try=TRY, packs=(ATTEMPT,), bad_positions=(1,), gradient_finite=False),
         saved=(m.Saved(at=AT, name="0-12-drafter-11aa", sha256=SHA),),
         metrics=(m.StepMetrics(at=AT, values={"loss": float("nan"), "grad_norm": float("inf"), "lr": 6e-4}),),
-        error="disk full",
+        failures=(m.Failure(order="save", reason="disk full"),),
     ),
     m.Bye(incarnation="drafter-11aa", seq=19, reason="SIGTERM"),
     m.Who(),

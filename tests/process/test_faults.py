@@ -13,9 +13,11 @@ from harness import DEADLINE_S, environment
 from protocol.codec import encode
 from protocol.messages import (
     MESSAGES,
+    PROTOCOL_VERSION,
     Bye,
     DrafterHello,
     DrafterReport,
+    Failure,
     Stamp,
     StepAt,
     TargetReport,
@@ -80,11 +82,21 @@ def hostile(run, seeded: random.Random) -> list[bytes]:
                 vote=None,
                 saved=(),
                 metrics=(),
-                error="group: adopt: replayed",
+                failures=(
+                    Failure(order="group", reason="replayed"),
+                    Failure(order="adopt", reason="replayed"),
+                ),
             )
         )
     frames = encode(
-        DrafterHello(**common, protocol=1, fingerprint="0" * 64, host="h", index=None, inbox="ipc:///nowhere")
+        DrafterHello(
+            **common,
+            protocol=PROTOCOL_VERSION,
+            fingerprint="0" * 64,
+            host="h",
+            index=None,
+            inbox="ipc:///nowhere",
+        )
     )
     return [frames[0], frames[1][: seeded.randrange(len(frames[1]))]] if seeded.random() < 0.5 else frames
 

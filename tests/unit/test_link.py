@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from protocol.codec import decode, encode
-from protocol.errors import PeerGone
-from protocol.messages import DrafterHello, DrafterReport, Stamp, Welcome
+from protocol.errors import ConfigError, PeerGone
+from protocol.messages import PROTOCOL_VERSION, DrafterHello, DrafterReport, Stamp, Welcome
 from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
 from services.link import Link
@@ -15,11 +15,17 @@ from services.link import Link
 NAME = "drafter-1"
 DEADLINE_S = 20.0
 HELLO = DrafterHello(
-    incarnation=NAME, seq=0, protocol=1, fingerprint="0" * 64, host="h", index=None, inbox="ipc:///nowhere"
+    incarnation=NAME,
+    seq=0,
+    protocol=PROTOCOL_VERSION,
+    fingerprint="0" * 64,
+    host="h",
+    index=None,
+    inbox="ipc:///nowhere",
 )
 LEVEL = {
     "orders": Stamp(0, 0), "totals": {}, "complete": None, "generation": None, "held": (), "training": None,
-    "trained": 0, "vote": None, "saved": (), "metrics": (), "error": "",
+    "trained": 0, "vote": None, "saved": (), "metrics": (), "failures": (),
 }  # fmt: skip
 
 

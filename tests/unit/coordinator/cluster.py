@@ -10,10 +10,12 @@ import random
 from pathlib import Path
 
 from protocol.messages import (
+    PROTOCOL_VERSION,
     DrafterHello,
     DrafterOrders,
     DrafterReport,
     Exit,
+    Failure,
     Saved,
     SlotReport,
     Stamp,
@@ -69,8 +71,8 @@ class SimTarget(Role):
 
     def hello(self, fingerprint: str) -> TargetHello:
         return TargetHello(
-            incarnation=self.name, seq=self.next_seq(), protocol=1, fingerprint=fingerprint, host="h",
-            index=None, arena=f"{self.name}.arena", kind="shm", slots=self.slots, slot_bytes=10**6,
+            incarnation=self.name, seq=self.next_seq(), protocol=PROTOCOL_VERSION, fingerprint=fingerprint,
+            host="h", index=None, arena=f"{self.name}.arena", kind="shm", slots=self.slots, slot_bytes=10**6,
         )  # fmt: skip
 
     def act(self, cluster: Cluster) -> None:
@@ -132,8 +134,8 @@ class SimDrafter(Role):
 
     def hello(self, fingerprint: str) -> DrafterHello:
         return DrafterHello(
-            incarnation=self.name, seq=self.next_seq(), protocol=1, fingerprint=fingerprint, host="h",
-            index=None, inbox=self.name,
+            incarnation=self.name, seq=self.next_seq(), protocol=PROTOCOL_VERSION, fingerprint=fingerprint,
+            host="h", index=None, inbox=self.name,
         )  # fmt: skip
 
     def act(self, cluster: Cluster) -> None:
@@ -248,13 +250,15 @@ class SimDrafter(Role):
         return DrafterReport(
             incarnation=self.name, seq=self.next_seq(), orders=self.acted, totals={}, complete=self.complete,
             generation=self.generation, held=tuple(self.held), training=None, trained=0, vote=self.vote,
-            saved=tuple(self.saved.values()), metrics=(), error=self._error(),
+            saved=tuple(self.saved.values()), metrics=(), failures=self._failures(),
         )  # fmt: skip
 
-    def _error(self) -> str:
+    def _failures(self) -> tuple[Failure, ...]:
         group = self.orders.group if self.orders else None
         broken = group is not None and group.generation == self.unformed
-        return "save: disk full; group: a member was lost" if broken else ""
+        if not broken:
+            return ()
+        return (Failure(order="save", reason="disk full"), Failure(order="group", reason="a member was lost"))
 
 
 class Cluster:

@@ -376,6 +376,10 @@ def train_of(*attempts: int, step_try: StepTry = TRY) -> Train:
     return Train(step_try=step_try, epoch=0, packs=tuple(packs))
 
 
+def failures(desk: Desk) -> list[str]:
+    return [str(failure) for failure in desk.level()["failures"]]
+
+
 def ready_desk(*held: int) -> Desk:
     desk = Desk(ME)
     desk.take_orders(orders_of(1))
@@ -451,11 +455,11 @@ def test_a_broken_generation_is_reported_until_another_one_is_ordered():
     desk = ready_desk()
     desk.ungrouped(1, "a member died")
     assert desk.level()["generation"] is None
-    assert desk.level()["error"] == "group: a member died"
+    assert failures(desk) == ["group: a member died"]
     assert desk.next_action() == Wait("orders")
     two = Group(generation=2, members=(Member(rank=0, incarnation=ME),), store="")
     desk.take_orders(orders_of(2, group=two))
-    assert desk.level()["error"] == ""
+    assert failures(desk) == []
     assert desk.next_action() == Form(two)
 
 
@@ -473,10 +477,10 @@ def test_an_order_that_failed_rests_until_retry_and_its_error_ends_with_the_orde
     desk.saving(STEP_0)
     assert desk.next_action() == Wait("orders")
     desk.unsaved(STEP_0, "disk full")
-    assert desk.level()["error"] == "save: disk full"
+    assert failures(desk) == ["save: disk full"]
     assert desk.next_action() == Wait("orders")
     desk.take_orders(orders_of(3))
-    assert desk.level()["error"] == ""
+    assert failures(desk) == []
     desk.take_orders(orders_of(4, save=STEP_0))
     assert desk.next_action() == Wait("orders")
     desk.retry()

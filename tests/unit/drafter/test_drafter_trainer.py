@@ -16,6 +16,7 @@ from drafter_cases import CPU, random_pack, tiny_config, tiny_shape, tiny_step
 from protocol.codec import decode, encode
 from protocol.errors import CorruptPack, Fenced
 from protocol.messages import (
+    PROTOCOL_VERSION,
     Adopt,
     BatchId,
     Bye,
@@ -151,7 +152,13 @@ class Drafter:
         link = Link(
             station.endpoint,
             DrafterHello(
-                incarnation=name, seq=0, protocol=1, fingerprint="0" * 64, host="h", index=None, inbox=inbox
+                incarnation=name,
+                seq=0,
+                protocol=PROTOCOL_VERSION,
+                fingerprint="0" * 64,
+                host="h",
+                index=None,
+                inbox=inbox,
             ),
             heartbeat_s=0.2,
             inbox=inbox,
@@ -355,11 +362,11 @@ def test_a_checkpoint_is_verified_before_it_is_adopted(config, station, drafter)
     one_step(station, 1, [3])
     wrong = Adopt(at=StepAt(1, 1), source="checkpoint", name=saved.name, sha256="f" * 64)
     station.order(NAME, save=None, adopt=wrong, recorded=(saved.at,))
-    station.reported(NAME, lambda r: "SHA-256" in r.error)
+    station.reported(NAME, lambda r: any(f.order == "adopt" and "SHA-256" in f.reason for f in r.failures))
     assert station.reports[NAME].complete == StepAt(0, 2)
     right = wrong.model_copy(update={"sha256": saved.sha256})
     station.order(NAME, adopt=right)
-    station.reported(NAME, lambda r: r.complete == StepAt(1, 1) and not r.error)
+    station.reported(NAME, lambda r: r.complete == StepAt(1, 1) and not r.failures)
     _, checkpoint = checkpoint_of(station, config, StepAt(1, 1))
     assert_weights(checkpoint, expected_step(config, [[1, 2]]))
 
@@ -373,7 +380,7 @@ def test_a_disk_that_takes_no_checkpoint_is_reported_and_training_goes_on(
     blocker = config.run.dir / "checkpoints"
     blocker.write_text("a file where the folder should be")
     station.order(NAME, save=StepAt(0, 0))
-    station.reported(NAME, lambda r: "save: checkpoint" in r.error)
+    station.reported(NAME, lambda r: any(str(f).startswith("save: checkpoint") for f in r.failures))
     one_step(station, 0, [1])
     assert station.reports[NAME].complete == StepAt(0, 1)
     blocker.unlink()

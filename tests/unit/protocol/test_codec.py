@@ -124,7 +124,7 @@ def test_every_float_survives(number: float) -> None:
     metrics = m.StepMetrics(at=m.StepAt(0, 1), values={"loss": number})
     report = m.DrafterReport(
         incarnation="d", seq=0, orders=m.Stamp(0, 0), totals={}, complete=None, generation=None, held=(),
-        training=None, trained=0, vote=None, saved=(), metrics=(metrics,), error="",
+        training=None, trained=0, vote=None, saved=(), metrics=(metrics,), failures=(),
     )  # fmt: skip
     again = decode(encode(report))
     assert isinstance(again, m.DrafterReport)
