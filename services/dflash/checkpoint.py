@@ -86,9 +86,10 @@ def write_checkpoint(
     return _fingerprint(folder / STATE)["sha256"]
 
 
-def read_checkpoint(folder: Path, sha256: str | None) -> Checkpoint:
+def read_checkpoint(folder: Path, sha256: str | None, *, optimizer: bool = True) -> Checkpoint:
     """Reads and verifies; `sha256` None trusts `state.json` itself and checks the files against it.
 
+    Without `optimizer` its file, two thirds of a checkpoint, is neither read nor looked for.
     Raises `CheckpointError` for a missing, truncated or altered file.
     """
     state_path = folder / STATE
@@ -103,10 +104,11 @@ def read_checkpoint(folder: Path, sha256: str | None) -> Checkpoint:
         )
     content = _parse(state_path)
     for name, expected in content["files"].items():
-        _verify(folder / name, expected)
+        if optimizer or name != OPTIMIZER:
+            _verify(folder / name, expected)
     return Checkpoint(
         weights=_load(folder / MODEL),
-        optimizer=_load(folder / OPTIMIZER),
+        optimizer=_load(folder / OPTIMIZER) if optimizer else {},
         state=content["state"],
         drafter=DrafterConfig.from_dict(content["drafter"]),
         sha256=found,
@@ -121,14 +123,6 @@ def is_training_checkpoint(folder: Path) -> bool:
 def state_sha256(folder: Path) -> str:
     """The checkpoint's own SHA-256, of its `state.json`; what the files hold is not read."""
     return str(_fingerprint(folder / STATE)["sha256"])
-
-
-def sweep_partial(parent: Path) -> list[str]:
-    """Removes what writers that died left behind; returns the removed names. Call it while nobody writes."""
-    left = sorted(path for path in parent.glob(f"{_PARTIAL}*") if path.is_dir())
-    for path in left:
-        shutil.rmtree(path)
-    return [path.name for path in left]
 
 
 def _parse(path: Path) -> dict[str, Any]:

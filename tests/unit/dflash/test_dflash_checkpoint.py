@@ -11,7 +11,6 @@ from services.dflash.checkpoint import (
     checkpoint_name,
     is_training_checkpoint,
     read_checkpoint,
-    sweep_partial,
     write_checkpoint,
 )
 from services.dflash.drafter import Drafter
@@ -96,11 +95,3 @@ def test_a_failed_write_leaves_nothing(tmp_path):
             drafter=drafter_config(),
         )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_leftovers_of_a_killed_writer_are_swept(tmp_path):
-    sha256, *_ = write(tmp_path / "ckpt")
-    (tmp_path / ".partial-ckpt-1-2-x").mkdir()
-    (tmp_path / ".partial-ckpt-1-2-x" / "model.safetensors").write_bytes(b"half")
-    assert sweep_partial(tmp_path) == [".partial-ckpt-1-2-x"]
-    read_checkpoint(tmp_path / "ckpt", sha256)
