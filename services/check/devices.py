@@ -1,8 +1,8 @@
 """Whether each GPU has room for the roles that share it, from headers and configurations: nothing is loaded.
 
-A role runs on one GPU; it would otherwise find out minutes later, after reading all weights. Counted is
-what is sure: weights in the type they are loaded as (headers of the files; a vision tower that is not
-loaded counts, too, a percent or two), packs, optimizer. Activations are not: `draftmill plan` estimates them.
+A role runs on one GPU; it would otherwise find out minutes later, after reading all weights. Of a target is
+counted what is sure: weights in the type they are loaded as (headers of the files; a vision tower that is
+not loaded counts, too, a percent or two) and packs, no activations. A drafter's memory is the forecast's.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.schema import Config
 from services.config.sources import Finding
-from services.data.forecast import MASTER_BYTES
+from services.data.forecast import drafter_memory
 from services.local.view import size
 
 
 class Share(NamedTuple):
-    """Bytes that one role surely takes on its GPU, by what takes them."""
+    """Bytes that one role takes on its GPU, by what takes them."""
 
     role: str
     parts: dict[str, int]
 
     def __str__(self) -> str:
-        named = ", ".join(f"{name} {size(count)}" for name, count in self.parts.items())
+        named = ", ".join(f"{name} {size(count)}" for name, count in self.parts.items() if count)
         return f"{self.role} {size(sum(self.parts.values()))} ({named})"
 
 
@@ -43,10 +43,11 @@ def gpu_memory() -> dict[int, int]:
 def check_devices(loaded: Loaded, model: ModelFacts, memory: Mapping[int, int]) -> Iterator[Finding]:
     """A finding for each GPU of `memory` whose roles need more than it has, or that is not there."""
     config = loaded.config
+    drafter = drafter_memory(config, model.drafter, slot_size(config, model))
     shares: dict[int, list[Share]] = defaultdict(list)
     for role, count, parts in (
         ("target", config.target.count, _target(config, model)),
-        ("drafter", config.drafter.count, _drafter(config, model)),
+        ("drafter", config.drafter.count, drafter.parts),
     ):
         for index in range(count):
             gpu = _gpu(config, role, index, len(memory))
@@ -62,8 +63,9 @@ def check_devices(loaded: Loaded, model: ModelFacts, memory: Mapping[int, int]) 
             subject = loaded.describe("model.path", "target.gpus", "drafter.gpus")
             rule = (
                 f"GPU {gpu} has {size(memory[gpu])}, {' and '.join(map(str, together))} take {size(wanted)} "
-                "before any activation; a role runs on one GPU: give it a larger one or one of its own, "
-                "quantise the target, or lower target.slots, plan.token_budget or drafter.layers"
+                "without a target's activations; a role runs on one GPU: give it a larger one or one of its "
+                "own, quantise the target, or lower target.slots, plan.token_budget, "
+                "recipe.anchors_per_pack or drafter.layers"
             )
             yield Finding(subject, rule)
 
@@ -87,13 +89,3 @@ def _target(config: Config, model: ModelFacts) -> dict[str, int]:
     if config.arena.kind == "cuda_ipc":
         parts["slots"] = config.target.slots * slot
     return parts
-
-
-def _drafter(config: Config, model: ModelFacts) -> dict[str, int]:
-    shape, item = model.drafter, 4 if config.drafter.dtype == "float32" else 2
-    ends = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
-    return {
-        "masters and optimizer": shape.parameter_count * MASTER_BYTES,
-        "embedding and head": ends * item,
-        "packs": (1 + config.drafter.prefetch_packs) * slot_size(config, model),
-    }

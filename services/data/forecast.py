@@ -1,10 +1,10 @@
 """`draftmill plan`: what a run will cost, from the configurations and the lengths alone. No GPU, no weights.
 
-Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory
-is an estimate of the large terms (weights, optimizer state, slots, saved activations), good to a third:
-for an 8B target's drafter, 4,096 tokens and 512 blocks of 16, bfloat16 weights and gradients and no
-optimizer, its terms come to 12 GiB, where three implementations measured 10.5 to 16.2. Hours need two
-rates that a short run reports.
+Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory is
+an estimate of the large terms: weights, optimizer state, slots, saved activations. For an 8B target's
+drafter its lasting terms and its activations both come within a tenth of what an H200 showed
+(docs/performance.md, packs of 4,096 and 32,768 tokens); what a target's forward keeps is not measured.
+Hours need two rates that a short run reports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.dflash.drafter_config import DrafterConfig
 from services.transport.layout import bytes_per_token, slot_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MASTER_BYTES = 16  # float32: weight, gradient, and AdamW's two moments
+_MASTER_BYTES = 16  # float32: weight, gradient, and AdamW's two moments
 
 
 class TargetShape(NamedTuple):
@@ -32,8 +32,6 @@ class TargetShape(NamedTuple):
     hidden: int
     mlp: int  # widest activation of an MLP, of all experts that a token visits
     attention: int  # queries, keys and values of a token
-    embedding_rows: int
-    tied: bool
 
 
 class Rates(NamedTuple):
@@ -90,7 +88,7 @@ def forecast(
     return Forecast(
         counts, token_bytes, slot,
         target_memory(config, target, counts.largest_forward, slot),
-        drafter_memory(config, target, drafter, slot),
+        drafter_memory(config, drafter, slot),
         drafter.parameter_count,
         2 * config.target.count * config.target.slots * slot,
         None if rates is None else _hours(config, counts, rates),
@@ -125,22 +123,28 @@ def target_memory(config: Config, target: TargetShape, positions: int, slot: int
     })  # fmt: skip
 
 
-def drafter_memory(config: Config, target: TargetShape, drafter: DrafterConfig, slot: int) -> Memory:
-    """Saved activations of all layers for the blocks of one anchor draw; context only has keys and values."""
-    item, frozen = ITEM_BYTES[config.drafter.dtype], ITEM_BYTES[config.model.dtype]
+def drafter_memory(config: Config, drafter: DrafterConfig, slot: int) -> Memory:
+    """Of a drafter on a GPU, at its peak: a pack of `plan.token_budget` tokens has gone through all layers.
+
+    The widths of a block's row and of a context row (keys and values of each layer, alone and joined with the
+    blocks', and what all layers share) are an approximation held against measurements, no list of tensors.
+    """
+    item, weights = ITEM_BYTES[config.drafter.dtype], drafter.parameter_count
     query, key = (
         drafter.num_attention_heads * drafter.head_dim,
         drafter.num_key_value_heads * drafter.head_dim,
     )
-    block_tokens = config.recipe.anchors_per_pack * drafter.block_size
-    per_token = 6 * drafter.hidden_size + 3 * drafter.intermediate_size + 2 * query + 2 * key
-    context = config.plan.token_budget * (2 * drafter.hidden_size + drafter.num_hidden_layers * 2 * key)
+    block_row = 6 * drafter.hidden_size + 3 * drafter.intermediate_size + 2 * query + 2 * key
+    block_rows = config.recipe.anchors_per_pack * drafter.block_size
+    context_row = 3 * drafter.hidden_size + drafter.num_hidden_layers * 4 * key
+    saved = drafter.num_hidden_layers * block_rows * block_row + config.plan.token_budget * context_row
+    ends = (1 if drafter.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
     return Memory({
-        "masters and optimizer": drafter.parameter_count * MASTER_BYTES,
-        "compute copy": drafter.parameter_count * item if item < 4 else 0,
-        "embedding and head": target.embedding_rows * target.hidden * frozen * (1 if target.tied else 2),
+        "masters and optimizer": weights * _MASTER_BYTES,
+        "compute copy": weights * item if item < 4 else 0,
+        "embedding and head": ends * item,
         "packs": (1 + config.drafter.prefetch_packs) * slot,
-        "activations": (drafter.num_hidden_layers * block_tokens * per_token + context) * item,
+        "activations": saved * item,
     })  # fmt: skip
 
 
@@ -168,7 +172,6 @@ def read_target(path: str) -> TargetShape:
     return TargetShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden=text.hidden_size, mlp=_mlp_width(text), attention=_attention_width(text),
-        embedding_rows=text.vocab_size, tied=bool(getattr(text, "tie_word_embeddings", False)),
     )  # fmt: skip
 
 

@@ -56,6 +56,14 @@ def test_roles_that_share_a_gpu_are_added_up(folder):
     assert not found(folder, {0: 80 * GIB, 1: 80 * GIB, 2: 80 * GIB}, target__count="2")
 
 
+def test_a_drafters_copies_and_activations_count(folder):
+    options = {"target__gpus": "0", "drafter__gpus": "1", "recipe__anchors_per_pack": "65536"}
+    (finding,) = found(folder, {0: 80 * GIB, 1: GIB}, **options)
+    assert "GPU 1 has 1 GiB, drafter 0" in finding and "recipe.anchors_per_pack" in finding
+    assert "compute copy" in finding and "activations" in finding
+    assert not found(folder, {0: 80 * GIB, 1: GIB}, **options | {"recipe__anchors_per_pack": "64"})
+
+
 def test_a_gpu_that_is_not_there_is_named(folder):
     (finding,) = found(folder, {0: 80 * GIB}, target__gpus="3")
     assert "target 0: there is no GPU 3 here" in finding
