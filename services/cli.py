@@ -24,6 +24,7 @@ from rich.text import Text
 
 from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
+from services.config.environment import keep_compiled
 from services.config.load import Loaded, load, refuse
 from services.config.schema import Config
 from services.config.sources import split_flags
@@ -366,6 +367,7 @@ def keys(folder: Annotated[Path, typer.Argument(help="new folder for the keys")]
 
 def _role(context: typer.Context, config: Path | None, role: str, index: int | None) -> Loaded:
     loaded = load_local(config, context.obj)
+    keep_compiled(loaded.config.run.compile_cache)
     events.setup(loaded.config.log, role, index)
     exit_on_thread_failure()
     return loaded

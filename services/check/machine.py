@@ -107,7 +107,10 @@ def _disk(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
 
 def _folders(loaded: Loaded) -> Iterator[Finding]:
     config = loaded.config
-    for option, path in (("run.dir", config.run.dir), ("arena.dir", config.arena.dir)):
+    folders = {"run.dir": config.run.dir, "arena.dir": config.arena.dir}
+    if config.target.compile or not _on_cpu(config.drafter.gpus):
+        folders["run.compile_cache"] = config.run.compile_cache.expanduser()
+    for option, path in folders.items():
         folder = nearest(path)
         if not folder.is_dir():
             yield Finding(loaded.describe(option), f"{folder} is a file; choose a folder")

@@ -45,6 +45,10 @@ class Run(Options):
     max_failed_ratio: Ratio = option(
         0.01, description="the run stops when more samples than this share failed"
     )
+    compile_cache: Path = option(
+        Path("~/.cache/draftmill/compiled"),
+        description="compiled kernels, which a restarted role takes from here (as TORCHINDUCTOR_CACHE_DIR)",
+    )
 
 
 class Model(Options):

@@ -202,6 +202,14 @@ def test_a_run_folder_that_is_a_file(place):
     assert "is a file; choose a folder" in the_one(looked(place))
 
 
+def test_a_compile_cache_that_is_a_file_matters_to_those_who_compile(place):
+    (place / "kernels").write_text("")
+    options = {"run__compile_cache": place / "kernels", "drafter__gpus": "cpu"}
+    assert looked(place, **options) == []
+    found = the_one(looked(place, **options, target__compile="true"))
+    assert found.startswith("run.compile_cache") and "is a file; choose a folder" in found
+
+
 @pytest.mark.parametrize("option", ["eval__prompts", "drafter__init_from"])
 def test_other_files_that_are_not_there(place, option):
     found = the_one(looked(place, **{option: "nowhere"}))

@@ -1,6 +1,7 @@
 """The command line as people meet it: real processes, their output and exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -43,6 +44,27 @@ def test_every_command_refuses_a_wrong_option_in_one_block_and_leaves_the_disk_a
     assert "run.epochs = none (--run.epochs): must be a valid integer" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_roles_compiler_keeps_its_kernels_where_the_option_says(tmp_path):
+    """In a process of its own, as a role does it: the variable would outlive the test."""
+    (tmp_path / "model").mkdir()
+    flags = [("--model.path", str(tmp_path / "model")), ("--data.path", "d")]
+    flags += [("--run.compile-cache", "~/kernels")]
+    code = (
+        "from types import SimpleNamespace\n"
+        "from services import cli\n"
+        f"cli._role(SimpleNamespace(obj={flags!r}), None, 'drafter', 0)\n"
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir\n"
+        "print(cache_dir(), triton_cache_dir(0))\n"
+    )
+    environ = {**os.environ, "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inherited")}
+    environ.pop("TRITON_CACHE_DIR", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [str(tmp_path / "kernels"), str(tmp_path / "kernels" / "triton" / "0")]
 
 
 def test_an_unknown_command_or_plain_flag_is_a_usage_error():

@@ -69,6 +69,14 @@ def test_nothing_has_more_rights_than_it_needs():
 
 
 def test_the_coordinator_is_stopped_before_its_roles():
+def test_compiled_kernels_outlive_their_container():
+    for name in ("target", "drafter"):
+        service = SERVICES[name]
+        folder = Path(service["environment"]["DFLASH_RUN_COMPILE_CACHE"])
+        mounts = dict(mount.split(":")[:2] for mount in service["volumes"] if mount.startswith("cache:"))
+        assert folder.is_relative_to(mounts["cache"])
+
+
     assert SERVICES["coordinator"]["depends_on"] == ["target", "drafter"]
     assert "depends_on" not in SERVICES["target"] and "depends_on" not in SERVICES["drafter"]
 
