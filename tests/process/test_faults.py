@@ -117,6 +117,7 @@ def test_ten_thousand_messages_of_a_stranger_change_nothing(make_run, undisturbe
             stranger.recv_multipart()
     stranger.close(0)
     context.term()
+    assert sent >= 10_000, f"the run was over after {sent} messages: make it longer"
     run.wait_finished()
     run.assert_exactly_once()
     run.assert_nothing_left()

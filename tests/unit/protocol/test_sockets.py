@@ -1,5 +1,6 @@
 """Real sockets on temporary paths and loopback ports: who gets in, who is told, who is refused."""
 
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -81,7 +82,9 @@ def test_a_live_path_is_not_stolen_and_a_closed_one_is_free(context: zmq.Context
 def test_a_socket_left_behind_by_a_dead_owner_is_replaced(context: zmq.Context, folder: Path) -> None:
     (folder / "control").touch()
     (folder / "control.lock").touch()
-    router(context, f"ipc://{folder}/control").close()
+    with router(context, f"ipc://{folder}/control"):
+        assert stat.S_ISSOCK((folder / "control").stat().st_mode)
+    assert list(folder.iterdir()) == []
 
 
 def test_the_folder_of_a_socket_is_made_private_and_an_open_one_is_refused(
