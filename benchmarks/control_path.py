@@ -39,7 +39,7 @@ from protocol.messages import (
 )
 from services.config.fingerprint import identity_sha256
 from services.coordinator.sizing import identity_and_size
-from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 from services.drafter.desk import Commit, Desk, Discard, Form, Learn, Load, Reduce, Save
 from services.lifecycle import arena_folder, control_endpoint, hold_lock
 from services.link import Link
@@ -152,9 +152,8 @@ class FakeDrafter(threading.Thread):
 def measure(root: Path, model: Path, data: Path, *, pause_s: float, epochs: int) -> dict[str, float]:
     run = Run(root, f"run-{epochs}", model, data, targets=1, extra="")
     run.file.write_text(run.file.read_text().replace("epochs = 2", f"epochs = {epochs}"))
-    dataset = Dataset.open(run.config.data.path)
     config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"epochs": epochs})})
-    identity, size = identity_and_size(config, dataset)
+    identity, size = identity_and_size(config, TrainingData.open(config.data))
     run.start("coordinator")
     with contextlib.ExitStack() as stack:
         stack.callback(run.close)

@@ -29,6 +29,7 @@ from services.coordinator.coordinator import Coordinator, PackSize
 from services.coordinator.ledger import Ledger
 from services.coordinator.orders import OrderBook
 from services.data.dataset import Dataset, Sample
+from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
 
 BURST = 16
@@ -72,7 +73,7 @@ def measure_decisions(folder: Path, roles: int) -> dict[str, float]:
     config = make_config(folder, roles)
     ledger = Ledger(folder / "ledger.sqlite", {"options": {}, "dataset": "d", "model": "m"})
     core = Coordinator(
-        config, dataset, ledger, ledger.fingerprint, PackSize(10, 1000),
+        config, TrainingData(dataset), ledger, ledger.fingerprint, PackSize(10, 1000),
         target_devices=("",) * roles, drafter_devices=("",) * roles, now_s=0.0,
     )  # fmt: skip
     book, cost = OrderBook(core, repeat_s=1.0), Cost()

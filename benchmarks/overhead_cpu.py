@@ -25,9 +25,9 @@ from protocol.errors import ConfigError, RetryError
 from protocol.messages import BatchId, StepTry
 from services.config.load import load
 from services.config.schema import Config
-from services.data.dataset import Dataset
 from services.data.plan import Schedule
 from services.data.prepare import prepare
+from services.data.training_data import TrainingData
 from services.drafter.reduce import LocalReducer
 from services.drafter.start import initial_weights
 from services.drafter.start import start as start_drafter
@@ -44,12 +44,12 @@ def alone(config: Config, packs: int) -> dict[str, float]:
     """Real tokens per second of each stage over the first `packs` batches, after one pack of warm-up."""
     target, drafter = start_target(config, CPU), start_drafter(config, CPU)
     drafter.weights.start(initial_weights(config, drafter.shape))
-    schedule = Schedule(config, Dataset.open(config.data.path))
+    schedule = Schedule(config, TrainingData.open(config.data))
     forward_s = step_s = 0.0
     tokens = 0
     for step in range(packs + 1):
         batch = gather(
-            target.dataset, schedule.epoch(0).batches[step],
+            target.data.of(0), schedule.epoch(0).batches[step],
             edges=config.plan.bucket_edges, vocabulary=target.shape.vocab_size,
         )  # fmt: skip
         slab = target.slabs[0]

@@ -44,6 +44,7 @@ from protocol.messages import (
 from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
 from services.data.dataset import Dataset, Sample
+from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
 from services.dflash.drafter_config import derive
 from services.dflash.target_model import Target, wrap_target
@@ -175,7 +176,7 @@ def wait(device: torch.device) -> None:
 
 @contextmanager
 def assembled(config: Config, dataset: Dataset, target: Target) -> Iterator[Started]:
-    started = assemble(config, dataset, target, derive(target.config, config.drafter, None))
+    started = assemble(config, TrainingData(dataset), target, derive(target.config, config.drafter, None))
     try:
         yield started
     finally:
@@ -199,7 +200,7 @@ def served(
             outcome.result()
     lock.release(unlink=True)
     context.term()
-    lengths = started.dataset.lengths
+    lengths = started.data.of(0).lengths
     tokens = int(sum(lengths[list(samples)].sum() for samples in batches[1:]))
     return tokens / (script.ready_s[-1] - script.ready_s[0]), script.totals
 

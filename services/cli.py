@@ -24,6 +24,7 @@ from rich.text import Text
 
 from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
+from services.cli_runs import ConfigFile, runs
 from services.config.environment import keep_compiled
 from services.config.load import Loaded, load, refuse
 from services.config.schema import Config
@@ -41,16 +42,12 @@ from services.place import claim_place
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file of options", show_default=False)]
 _WITHOUT_OPTIONS = {"export", "inspect", "keys", "metrics"}
 
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
 Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: the lowest free one")]
 Rate = Annotated[
     float | None, typer.Option(min=0.0, help="tok/s of one that never waits; none: of the running run")
-]
-RunFolder = Annotated[
-    Path | None, typer.Argument(help="folder of the run; none: run.dir", show_default=False)
 ]
 
 
@@ -207,49 +204,7 @@ def drafter(context: typer.Context, config: ConfigFile = None, index: Index = No
     leave_or_rest(code, linger=loaded.config.watch.linger)
 
 
-@app.command()
-def status(
-    context: typer.Context,
-    run: RunFolder = None,
-    config: ConfigFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the coordinator's own JSON")] = False,
-) -> None:
-    """Roles, slots and who holds them, pool, step, ledger counts, advice."""
-    from services.local.reports import status_report
-    from services.local.status import fetch, fetch_json, read_address
-
-    address = read_address(_run_dir(context, run, config))
-    if as_json:
-        typer.echo(json.dumps(fetch_json(address), indent=1))
-    else:
-        Console(highlight=False).print(status_report(fetch(address)))
-
-
-@app.command()
-def stop(context: typer.Context, run: RunFolder = None, config: ConfigFile = None) -> None:
-    """Stop the run cleanly: finish the step, record a checkpoint, leave."""
-    from services.local.stop import result
-    from services.local.stop import stop as stop_and_wait
-
-    folder = _run_dir(context, run, config)
-    stop_and_wait(folder)
-    last = result(folder)
-    if last is not None:
-        typer.echo(f"{last.state}: step {last.step} of {last.total_steps}, {last.samples_committed} samples")
-
-
-@app.command()
-def rollback(
-    context: typer.Context,
-    step: Annotated[int, typer.Argument(help="of a kept checkpoint", min=0)],
-    config: ConfigFile = None,
-) -> None:
-    """Let a stopped run go on from an earlier checkpoint, on a new timeline; nothing is deleted."""
-    options = load(config, context.obj).config
-    from services.coordinator.rollback import roll_back
-
-    timeline, row = roll_back(options, step)
-    typer.echo(f"timeline {timeline} starts from {row.name}, step {row.at.step}; start the run to go on")
+app.add_typer(runs)
 
 
 @app.command()
@@ -385,10 +340,6 @@ def _in_place(config: Config, role: Literal["target", "drafter"], index: int | N
         yield taken
     finally:
         lock.release(unlink=True)
-
-
-def _run_dir(context: typer.Context, run: Path | None, config: Path | None) -> Path:
-    return run or load(config, context.obj, needs=[]).config.run.dir
 
 
 def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:

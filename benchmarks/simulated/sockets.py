@@ -28,7 +28,8 @@ from protocol.sockets import dealer, new_context
 from services.config.fingerprint import identity_sha256
 from services.config.load import load
 from services.coordinator.sizing import identity_and_size
-from services.data.dataset import Dataset, Sample
+from services.data.dataset import Sample
+from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
 from services.lifecycle import arena_folder, control_endpoint
 from simulated.roles import Drafter, Target
@@ -92,7 +93,7 @@ class Bench:
         self.file.write_text(CONFIG.format(folder=folder, arena=arena, roles=roles, slots=SLOTS))
         self.config = load(file=self.file, environ={}).config
         self.log = (folder / "coordinator.log").open("wb")
-        identity, _ = identity_and_size(self.config, Dataset.open(folder / "data"))
+        identity, _ = identity_and_size(self.config, TrainingData.open(self.config.data))
         fingerprint = identity_sha256(identity)
         names = [f"{kind}-{n}" for kind in ("target", "drafter") for n in range(roles)]
         self.roles = {n: (Target if n.startswith("t") else Drafter)(n, fingerprint) for n in names}

@@ -16,6 +16,7 @@ from services.config.load import Loaded
 from services.config.sources import Finding
 from services.data.dataset import Dataset
 from services.data.plan import Schedule
+from services.data.training_data import TrainingData
 from services.local.view import size
 
 
@@ -29,18 +30,18 @@ class Report(NamedTuple):
 def check(loaded: Loaded) -> Report:
     """Look at everything that `loaded` names."""
     model, findings = check_model(loaded)
-    dataset, more = check_data(loaded, model)
+    data, more = check_data(loaded, model)
     findings += more
     findings += check_other_files(loaded)
-    findings += check_run_folder(loaded, dataset)
+    findings += check_run_folder(loaded, data)
     findings += check_places(loaded, port_is_ours=is_running(loaded.config.run.dir))
     if model is not None:
         findings += check_room(loaded, model)
         findings += check_devices(loaded, model, gpu_memory())
-    return Report(_facts(loaded, model, dataset if not findings else None), findings)
+    return Report(_facts(loaded, model, data if not findings else None), findings)
 
 
-def _facts(loaded: Loaded, model: ModelFacts | None, dataset: Dataset | None) -> list[tuple[str, str]]:
+def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) -> list[tuple[str, str]]:
     config, facts = loaded.config, []
     if model is not None:
         shape = model.drafter
@@ -61,13 +62,14 @@ def _facts(loaded: Loaded, model: ModelFacts | None, dataset: Dataset | None) ->
             ),
             ("checkpoint", f"{size(checkpoint_size(model))} each, in {config.run.dir / 'checkpoints'}"),
         ]
-    if dataset is not None:
-        steps = Schedule(config, dataset).total_steps
-        tokens = (
-            f"{int(dataset.lengths.sum()):,} tokens, {int(dataset.supervised.sum()):,} of them supervised"
-        )
-        facts.append(
-            ("data", f"{len(dataset):,} samples, {tokens}; the longest has {int(dataset.lengths.max())}")
-        )
+    if data is not None:
+        for start, dataset in data.parts:
+            facts.append((f"data from epoch {start}" if start else "data", _sizes(dataset)))
+        steps = Schedule(config, data).total_steps
         facts.append(("plan", f"{steps} steps in {config.run.epochs} epochs"))
     return facts
+
+
+def _sizes(dataset: Dataset) -> str:
+    tokens = f"{int(dataset.lengths.sum()):,} tokens, {int(dataset.supervised.sum()):,} of them supervised"
+    return f"{len(dataset):,} samples, {tokens}; the longest has {int(dataset.lengths.max())}"

@@ -13,18 +13,34 @@ from services.config.sources import Finding
 from services.data.dataset import Dataset
 from services.data.plan import check_lengths
 from services.data.prepare import tokenizer_fingerprint
+from services.data.training_data import TrainingData
 
 
-def check_data(loaded: Loaded, model: ModelFacts | None) -> tuple[Dataset | None, list[Finding]]:
-    """The dataset is None when it cannot be opened."""
-    config, subject = loaded.config, loaded.describe("data.path")
+def check_data(loaded: Loaded, model: ModelFacts | None) -> tuple[TrainingData | None, list[Finding]]:
+    """The data is None when one of its datasets cannot be opened."""
+    options = loaded.config.data
+    first, findings = _check_dataset(loaded, "data.path", options.path, model)
+    later = []
+    for epoch, path in options.takeovers:
+        dataset, more = _check_dataset(loaded, "data.later", path, model)
+        later += [(epoch, dataset)] if dataset is not None else []
+        findings += more
+    if first is None or len(later) < len(options.takeovers):
+        return None, findings
+    return TrainingData(first, *later), findings
+
+
+def _check_dataset(
+    loaded: Loaded, option: str, path: Path, model: ModelFacts | None
+) -> tuple[Dataset | None, list[Finding]]:
+    plan, subject = loaded.config.plan, loaded.describe(option)
     try:
-        dataset = Dataset.open(config.data.path)
+        dataset = Dataset.open(path)
     except DataError as error:
         return None, [Finding(subject, str(error))]
     findings = [Finding(subject, rule) for rule in _broken(dataset, model)]
     try:
-        check_lengths(dataset.lengths, config.plan.bucket_edges, config.plan.token_budget)
+        check_lengths(dataset.lengths, plan.bucket_edges, plan.token_budget)
     except (DataError, ConfigError) as error:
         findings.append(Finding(loaded.describe("plan.token_budget", "plan.bucket_edges"), str(error)))
     return dataset, findings

@@ -14,10 +14,10 @@ from typing import Any
 
 from protocol.errors import ModelError, PeerGone
 from protocol.files import is_alive
-from services.config.fingerprint import differences, identity, model_fingerprint
+from services.config.fingerprint import differences, identity, model_fingerprint, remedy
 from services.config.load import Loaded
 from services.config.sources import Finding
-from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 from services.local.status import read_address
 
 LOCK = "coordinator.lock"
@@ -29,7 +29,7 @@ def is_running(run_dir: Path) -> bool:
     return run_dir.is_dir() and is_alive(run_dir / LOCK)
 
 
-def check_run_folder(loaded: Loaded, dataset: Dataset | None) -> list[Finding]:
+def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]:
     """Another live coordinator; a ledger that is damaged or of a run with other training options."""
     config, subject = loaded.config, loaded.describe("run.dir")
     if is_running(config.run.dir):
@@ -38,17 +38,17 @@ def check_run_folder(loaded: Loaded, dataset: Dataset | None) -> list[Finding]:
                 subject, f"another coordinator runs it ({_where(config.run.dir)}); `draftmill stop` it first"
             )
         ]
-    if dataset is None or not (config.run.dir / LEDGER).exists():
+    if data is None or not (config.run.dir / LEDGER).exists():
         return []
     try:
         recorded = recorded_identity(config.run.dir / LEDGER)
-        current = identity(config, dataset.fingerprint, model_fingerprint(Path(config.model.path)))
+        current = identity(config, data.fingerprint, model_fingerprint(Path(config.model.path)))
     except sqlite3.DatabaseError as error:
         return [Finding(subject, f"{LEDGER}: {error}; restore it from a backup, or choose another run.dir")]
     except ModelError:
         return []  # reported as a finding on model.path
     changed = "; ".join(differences(recorded, current))
-    rule = f"its ledger is of other training options: {changed}. Restore them or choose another run.dir"
+    rule = f"its ledger is of other training options: {changed}. {remedy(recorded, current)}"
     return [Finding(subject, rule)] if changed else []
 
 

@@ -48,6 +48,24 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     ]
 
 
+def remedy(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """What to do about the differences; names `draftmill extend` where that would take them."""
+    choices = ["Restore them, or choose another run.dir"]
+    if only_extends(recorded, current):
+        choices.append("or let `draftmill extend` make them the run's, from the next epoch on")
+    return "; ".join(choices)
+
+
+def only_extends(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether nothing but datasets and the number of epochs differs."""
+    return not differences(_without_plan(recorded), _without_plan(current))
+
+
+def _without_plan(tree: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in tree.get("options", {}).items() if name != "run.epochs"}
+    return {"options": options, "model": tree.get("model")}
+
+
 def model_fingerprint(folder: Path) -> str:
     """sha256 hex over config.json and, of each safetensors file, name, size and 64 samples of 4 KiB.
 

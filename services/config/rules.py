@@ -22,7 +22,17 @@ class Broken(NamedTuple):
 
 def broken_rules(config: Config) -> list[Broken]:
     """Every rule that `config` breaks."""
-    rules = (_bucket_edges, _devices, _drafter_layers, _recipe, _timeouts, _endpoint, _slots, _cap)
+    rules = (
+        _later_data,
+        _bucket_edges,
+        _devices,
+        _drafter_layers,
+        _recipe,
+        _timeouts,
+        _endpoint,
+        _slots,
+        _cap,
+    )
     return [broken for rule in rules for broken in rule(config)]
 
 
@@ -35,6 +45,16 @@ def packs_needed(config: Config, targets: int) -> int:
     step = config.plan.packs_per_step
     waiting = max(step, config.plan.min_ready) if config.plan.order == "arrival" else step
     return waiting + config.drafter.prefetch_packs * config.drafter.count + targets
+
+
+def _later_data(config: Config) -> Iterator[Broken]:
+    starts = [epoch for epoch, _ in config.data.takeovers]
+    if any(low >= high for low, high in pairwise(starts)):
+        yield Broken(("data.later",), "the epochs must ascend, each once; sort them")
+    elif starts and starts[-1] >= config.run.epochs:
+        last = config.run.epochs - 1
+        rule = f"epochs are 0 to {last}, so the last dataset would never be used; raise run.epochs"
+        yield Broken(("data.later", "run.epochs"), rule)
 
 
 def _bucket_edges(config: Config) -> Iterator[Broken]:

@@ -63,6 +63,9 @@ class Model(Options):
 
 class Data(Options):
     path: Path = option(description="prepared dataset (what `draftmill prepare` writes)")
+    later: tuple[Annotated[str, Field(pattern=r"^[1-9][0-9]*:.+$")], ...] = option(
+        (), description="datasets that take over, as EPOCH:PATH, epochs from 0 (see `draftmill extend`)"
+    )
     max_length: Positive = option(3072, description="tokens a sample may have, in `prepare`")
     on_bad_line: Literal["refuse", "skip"] = option("refuse", description="bad input lines in `prepare`")
     on_too_long: Literal["refuse", "skip", "truncate"] = option(
@@ -79,6 +82,12 @@ class Data(Options):
     weights: tuple[Annotated[float, Field(ge=0.0)], ...] = option(
         (), description="how often samples of each input count, in `prepare`; empty: once"
     )
+
+    @property
+    def takeovers(self) -> tuple[tuple[int, Path], ...]:
+        """`later`, taken apart: (epoch, path)."""
+        parts = [entry.partition(":") for entry in self.later]
+        return tuple((int(epoch), Path(path)) for epoch, _, path in parts)
 
 
 class Plan(Options):

@@ -37,7 +37,7 @@ from services.coordinator.saves import Saves
 from services.coordinator.steps import Try
 from services.coordinator.work import Work
 from services.coordinator.world import World
-from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Coordinator:
     """See the module's docstring. `outbox` collects answers as (incarnation, message)."""
 
     def __init__(
-        self, config: Config, dataset: Dataset, ledger: Ledger, fingerprint: str, size: PackSize,
+        self, config: Config, data: TrainingData, ledger: Ledger, fingerprint: str, size: PackSize,
         *, target_devices: tuple[str, ...], drafter_devices: tuple[str, ...], now_s: float,
     ) -> None:  # fmt: skip
         self.config, self.ledger, self.fingerprint, self.size = config, ledger, fingerprint, size
@@ -70,7 +70,7 @@ class Coordinator:
             places=len(drafter_devices), elastic=config.drafter.elastic, salt=str(config.run.dir.absolute())
         )
         self.placement.suspects = {b for b, count in ledger.deaths().items() if count >= POISON_DEATHS}
-        self.record = Record(config.run.epochs * len(dataset))
+        self.record = Record(self.schedule.samples_total)
         self.current: Try | None = None
         self.saves = Saves(ledger, config.checkpoint.every_steps)
         self.outbox: list[tuple[str, Message]] = []

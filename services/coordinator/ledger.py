@@ -11,11 +11,12 @@ call is on the disk; about 0.4 ms a step commit. Nothing is ever updated that an
     deaths               targets that died in the forward of a batch, over the whole run
     checkpoints          durable weights: the only ones a role is ever told to load
     finished             written once, after the checkpoint of the last step
+    datasets             which prepared dataset the epochs from a first one on are trained on
+    extensions           what the run was before it was given more data or epochs, and at which step
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import sqlite3
 import time
@@ -25,9 +26,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.errors import DiskFull, LedgerError
+from protocol.errors import LedgerError
 from protocol.messages import BatchId, SkippedSample, StepAt, StepTry
-from services.config.fingerprint import differences, identity_sha256
+from services.config.fingerprint import differences, identity_sha256, remedy
+from services.coordinator.disk import no_space
 
 SCHEMA_VERSION = 1
 
@@ -58,47 +60,46 @@ class Accounting(NamedTuple):
 class Ledger:
     """Single writer; the coordinator's lock on the run folder keeps a second one out."""
 
-    def __init__(self, path: Path | str, identity: Mapping[str, Any]) -> None:
-        """Open or create. `identity` is the run's (services.config.fingerprint).
+    def __init__(self, path: Path | str, identity: Mapping[str, Any] | None) -> None:
+        """Open or create. `identity` is the run's (services.config.fingerprint); None: what is recorded.
 
         LedgerError: damaged, of another schema, or of a run with another identity. DiskFull: no space.
         """
-        self.fingerprint = identity_sha256(identity)
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._open(str(path), identity)
         except sqlite3.OperationalError as error:
-            raise _no_space(error, path) or error from error
+            raise no_space(error, path) or error from error
         except sqlite3.DatabaseError as error:
             raise LedgerError(
                 f"ledger {path}: {error}. It is damaged or no ledger; restore it from a backup, "
                 "or start the run in another run.dir"
             ) from error
 
-    def _open(self, path: str, identity: Mapping[str, Any]) -> None:
+    def _open(self, path: str, identity: Mapping[str, Any] | None) -> None:
         (damage,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if damage != "ok":
             raise LedgerError(f"ledger {path}: {damage}. Restore it from a backup")
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name='run'").fetchone():
-            with self._transaction():
-                for statement in _SCHEMA.split(";\n"):
-                    if statement.strip():
-                        self._db.execute(statement)
-                pairs = [("schema", str(SCHEMA_VERSION)), ("identity", json.dumps(identity, sort_keys=True))]
-                self._db.executemany("INSERT INTO run VALUES(?, ?)", pairs)
-                self._db.execute("INSERT INTO timelines VALUES(0, NULL, 0)")
-        run = dict(self._db.execute("SELECT key, value FROM run").fetchall())
+        run = {"schema": str(SCHEMA_VERSION), "identity": json.dumps(identity, sort_keys=True)}
+        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'run'").fetchone():
+            run = dict(self._db.execute("SELECT key, value FROM run").fetchall())
         if run.get("schema") != str(SCHEMA_VERSION):
             raise LedgerError(
                 f"ledger {path}: schema {run.get('schema')}, this version reads {SCHEMA_VERSION}"
             )
-        recorded = json.loads(run.get("identity", "{}"))
-        if changed := differences(recorded, identity):
+        with self.transaction():
+            for statement in filter(str.strip, _SCHEMA.split(";\n")):
+                self._db.execute(statement)
+            self._db.executemany("INSERT OR IGNORE INTO run VALUES(?, ?)", run.items())
+            self._db.execute("INSERT OR IGNORE INTO timelines VALUES(0, NULL, 0)")
+        self.identity: dict[str, Any] = json.loads(run["identity"]) or {}
+        self.fingerprint = identity_sha256(self.identity)
+        if identity is not None and (changed := differences(self.identity, identity)):
             raise LedgerError(
                 f"ledger {path} belongs to a run with other training options: {'; '.join(changed)}. "
-                "Restore them, or choose another run.dir"
+                f"{remedy(self.identity, identity)}"
             )
         (self._timeline,) = self._db.execute("SELECT max(timeline) FROM timelines").fetchone()
         self._last_try = self._read_last_try()
@@ -106,10 +107,11 @@ class Ledger:
         self._accounting: Accounting | None = None
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing; what a caller writes, this object may have read before."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            yield
+            yield self._db
         except BaseException:
             if self._db.in_transaction:  # SQLite has ended it itself when the disk is full
                 self._db.execute("ROLLBACK")
@@ -189,7 +191,7 @@ class Ledger:
             )
         timeline, step = step_try.timeline, step_try.step
         try:
-            with self._transaction():
+            with self.transaction():
                 self._db.execute(
                     "INSERT INTO steps VALUES(?, ?, ?, ?, ?)",
                     (timeline, step, step_try.coordinator_epoch, step_try.counter, epoch),
@@ -334,7 +336,7 @@ class Ledger:
         Steps, skips and non-finite failures from that step on are forgotten; poison failures stay.
         """
         parent, step, new = checkpoint.at.timeline, checkpoint.at.step, self._timeline + 1
-        with self._transaction():
+        with self.transaction():
             self._db.execute("INSERT INTO timelines VALUES(?, ?, ?)", (new, parent, step))
             self._db.execute(
                 "INSERT INTO steps SELECT ?, step, coordinator_epoch, counter, epoch FROM steps "
@@ -371,6 +373,18 @@ class Ledger:
         row = self._db.execute("SELECT 1 FROM finished WHERE timeline = ?", (self._timeline,)).fetchone()
         return row is not None
 
+    def name_datasets(self, datasets: Sequence[tuple[int, str, str]]) -> None:
+        """(first epoch, fingerprint, path) of each, for people: the identity decides, paths may change."""
+        with self.transaction():
+            self._db.execute("DELETE FROM datasets")
+            self._db.executemany("INSERT INTO datasets VALUES(?, ?, ?)", datasets)
+
+    @property
+    def begun_epochs(self) -> int:
+        """Epochs of which a step is committed on this timeline."""
+        sql = "SELECT coalesce(max(epoch) + 1, 0) FROM steps WHERE timeline = ?"
+        return self._db.execute(sql, (self._timeline,)).fetchone()[0]
+
     def audit(self, batches_per_epoch: Sequence[int]) -> tuple[int, int]:
         """(lost, duplicated) batches of this timeline: without an outcome, and outcomes without a batch."""
         lost = extra = 0
@@ -383,26 +397,3 @@ class Ledger:
             (self._timeline, len(batches_per_epoch)),
         ).fetchone()
         return lost, extra + beyond
-
-
-@contextmanager
-def disk_full(path: Path) -> Iterator[None]:
-    """A disk without space, met by the ledger or any file beside it, is DiskFull: a restart may help."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        raise _no_space(error, path) or error from error
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise DiskFull(f"{error.filename or path}: {error.strerror}; {_FREE_SOME}") from error
-
-
-_FREE_SOME = "nothing that was committed is lost: free some space and start the coordinator again"
-
-
-def _no_space(error: sqlite3.OperationalError, path: Path | str) -> DiskFull | None:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        return None
-    return DiskFull(f"ledger {path}: {error}; {_FREE_SOME}")

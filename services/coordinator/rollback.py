@@ -11,7 +11,7 @@ from protocol.files import FileLock
 from services.config.schema import Config
 from services.coordinator.ledger import CheckpointRow, Ledger
 from services.coordinator.sizing import identity_and_size
-from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 
 
 def roll_back(config: Config, step: int) -> tuple[int, CheckpointRow]:
@@ -24,7 +24,7 @@ def roll_back(config: Config, step: int) -> tuple[int, CheckpointRow]:
         raise CheckpointError(
             f"run {config.run.dir}: it has no ledger yet, so there is nothing to go back to"
         )
-    identity, _ = identity_and_size(config, Dataset.open(config.data.path))
+    identity, _ = identity_and_size(config, TrainingData.open(config.data))
     with FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(path, identity)
         try:

@@ -35,14 +35,16 @@ from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
 from services.coordinator.checkpoints import retire, sweep_unknown
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.disk import disk_full
+from services.coordinator.evaluation import Evaluation
 from services.coordinator.http import Board, StatusServer
-from services.coordinator.ledger import Ledger, disk_full
+from services.coordinator.ledger import Ledger
 from services.coordinator.orders import OrderBook
 from services.coordinator.sinks import StepLog
 from services.coordinator.sizing import devices, identity_and_size
 from services.coordinator.status import ArenaSpace, UploadState, snapshot
 from services.coordinator.upload import Uploader
-from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 from services.lifecycle import (
     ExitCode,
     Watchdog,
@@ -332,16 +334,17 @@ def arena_space(folder: Path) -> ArenaSpace:
 def main(config: Config) -> ExitCode:
     """Run until finished, stopped or failed. AlreadyRunning, LedgerError and the like end it at start."""
     config.run.dir.mkdir(parents=True, exist_ok=True)
-    dataset = Dataset.open(config.data.path)
-    identity, size = identity_and_size(config, dataset)
+    data = TrainingData.open(config.data)
+    identity, size = identity_and_size(config, data)
     with disk_full(config.run.dir), FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(config.run.dir / "ledger.sqlite", identity)
         folder = private_folder(arena_folder(config))
         endpoint = control_endpoint(config)
+        ledger.name_datasets(data.places)
         keys = load_server_keys(Path(config.coordinator.keys)) if config.coordinator.keys else None
         targets, drafters = devices(config)
         core = Coordinator(
-            config, dataset, ledger, ledger.fingerprint, size,
+            config, data, ledger, ledger.fingerprint, size,
             target_devices=targets, drafter_devices=drafters, now_s=time.monotonic(),
         )  # fmt: skip
         context = new_context()

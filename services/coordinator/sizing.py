@@ -13,8 +13,8 @@ from protocol.errors import ModelError
 from services.config.fingerprint import identity, model_fingerprint
 from services.config.schema import Config
 from services.coordinator.coordinator import PackSize
-from services.data.dataset import Dataset
 from services.data.plan import rows_limit
+from services.data.training_data import TrainingData
 from services.transport.layout import bytes_per_token, slot_bytes
 
 
@@ -32,7 +32,7 @@ def text_config(folder: Path) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
-def identity_and_size(config: Config, dataset: Dataset) -> tuple[dict[str, Any], PackSize]:
+def identity_and_size(config: Config, data: TrainingData) -> tuple[dict[str, Any], PackSize]:
     """The run's identity (for the ledger) and what a pack of it takes."""
     folder = Path(config.model.path)
     hidden = text_config(folder).get("hidden_size")
@@ -47,7 +47,7 @@ def identity_and_size(config: Config, dataset: Dataset) -> tuple[dict[str, Any],
         bytes_per_token(config, hidden=hidden, taps=taps),
         slot_bytes(config, hidden=hidden, taps=taps, max_documents=documents),
     )
-    return identity(config, dataset.fingerprint, model_fingerprint(folder)), size
+    return identity(config, data.fingerprint, model_fingerprint(folder)), size
 
 
 def devices(config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -16,8 +16,8 @@ from services.coordinator.members import TargetMember
 from services.coordinator.placement import LEASE_PATIENCE_S, Limits, Placement, Wanted
 from services.coordinator.pool import Flight, Pool
 from services.coordinator.steps import Composer, Composition, rank_of
-from services.data.dataset import Dataset
 from services.data.plan import Schedule
+from services.data.training_data import TrainingData
 
 
 class Work:
@@ -26,15 +26,15 @@ class Work:
     def __init__(
         self,
         config: Config,
-        dataset: Dataset,
+        data: TrainingData,
         ledger: Ledger,
         bytes_per_token: int,
         stamp: Callable[[], Stamp],
     ) -> None:
         plan, cap = config.plan, config.coordinator
         self._config, self._ledger = config, ledger
-        self._lengths, self._bytes_per_token = dataset.lengths, bytes_per_token
-        self.schedule = Schedule(config, dataset)
+        self._bytes_per_token = bytes_per_token
+        self.schedule = Schedule(config, data)
         self.composer = Composer(
             self.schedule, order=plan.order, packs_per_step=plan.packs_per_step,
             min_ready=plan.min_ready, seed=config.run.seed,
@@ -142,9 +142,8 @@ class Work:
         return self.schedule.epoch(batch.epoch).batches[batch.index]
 
     def item(self, batch: BatchId) -> Wanted:
-        samples = self.samples(batch)
-        tokens = int(self._lengths[list(samples)].sum())
-        return Wanted(batch, samples, tokens, tokens * self._bytes_per_token)
+        tokens = self.schedule.tokens(*batch)
+        return Wanted(batch, self.samples(batch), tokens, tokens * self._bytes_per_token)
 
     def adopt(self, target: str, batch: BatchId, attempt: Stamp, now_s: float) -> None:
         """What a target did before this coordinator's start goes on: its attempt stays valid."""

@@ -17,6 +17,7 @@ import numpy as np
 from protocol.errors import ModelError
 from services.config.schema import Config
 from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 from services.data.plan import Schedule, rows_limit
 from services.dflash.drafter_config import DrafterConfig
 from services.transport.layout import bytes_per_token, slot_bytes
@@ -42,7 +43,7 @@ class Rates(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of the first epoch, whose plan is like all others', and of all steps."""
+    """Of the first epoch, whose plan is like all others of its dataset, and of all epochs."""
 
     samples: int
     tokens: int
@@ -52,6 +53,7 @@ class Counts(NamedTuple):
     padding_share: float  # of the target's forward
     largest_forward: int  # positions, padding included
     steps: int
+    tokens_of_all_epochs: int
     steps_per_epoch: int
 
 
@@ -78,10 +80,10 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    config: Config, dataset: Dataset, target: TargetShape, drafter: DrafterConfig, rates: Rates | None
+    config: Config, data: TrainingData, target: TargetShape, drafter: DrafterConfig, rates: Rates | None
 ) -> Forecast:
     """Pure. Raises DataError if a sample fits no batch of the plan."""
-    counts = count(config, dataset)
+    counts = count(config, data)
     token_bytes = bytes_per_token(config, hidden=drafter.hidden_size, taps=drafter.taps)
     documents = max(rows_limit(edge, config.plan.token_budget) for edge in config.plan.bucket_edges)
     slot = slot_bytes(config, hidden=drafter.hidden_size, taps=drafter.taps, max_documents=documents)
@@ -96,9 +98,10 @@ def forecast(
     )  # fmt: skip
 
 
-def count(config: Config, dataset: Dataset) -> Counts:
+def count(config: Config, data: TrainingData) -> Counts:
     """From the plan itself. All epochs are planned once, for their steps."""
-    schedule, edges = Schedule(config, dataset), np.asarray(config.plan.bucket_edges)
+    schedule, edges = Schedule(config, data), np.asarray(config.plan.bucket_edges)
+    dataset = data.of(0)
     batches = schedule.epoch(0).batches
     real = np.array([int(dataset.lengths[list(batch)].sum()) for batch in batches])
     longest = np.array([int(dataset.lengths[list(batch)].max()) for batch in batches])
@@ -110,6 +113,7 @@ def count(config: Config, dataset: Dataset) -> Counts:
         padding_share=float(1 - real.sum() / padded.sum()), largest_forward=int(padded.max()),
         steps=schedule.total_steps, steps_per_epoch=schedule.steps_in_epoch(0),
     )  # fmt: skip
+        tokens_of_all_epochs=sum(int(data.of(e).lengths.sum()) for e in range(config.run.epochs)),
 
 
 def target_memory(config: Config, target: TargetShape, positions: int, slot: int) -> Memory:
@@ -152,7 +156,17 @@ def _hours(config: Config, counts: Counts, rates: Rates) -> float:
     slower = min(
         config.target.count * rates.target_tokens_per_s, config.drafter.count * rates.drafter_tokens_per_s
     )
-    return config.run.epochs * counts.tokens / slower / 3600
+    return counts.tokens_of_all_epochs / slower / 3600
+
+
+def best_split(roles: int, rates: Rates) -> tuple[int, int]:
+    """(targets, drafters) of `roles` together with the highest throughput; of equals, fewer targets."""
+
+    def tokens_per_s(targets: int) -> float:
+        return min(targets * rates.target_tokens_per_s, (roles - targets) * rates.drafter_tokens_per_s)
+
+    targets = max(range(1, roles), key=tokens_per_s)
+    return targets, roles - targets
 
 
 def read_target(path: str) -> TargetShape:
@@ -200,4 +214,4 @@ def plan_of_run(config: Config, model: Path, rates: Rates | None) -> Forecast:
 
     tokenizer = load_tokenizer(model) if config.drafter.mask_token_id < 0 else None
     shape = derive(load_text_config(model), config.drafter, tokenizer, stop_ids=load_stop_ids(model))
-    return forecast(config, Dataset.open(config.data.path), read_target(str(model)), shape, rates)
+    return forecast(config, TrainingData.open(config.data), read_target(str(model)), shape, rates)

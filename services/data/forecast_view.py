@@ -37,8 +37,8 @@ def show(made: Forecast, config: Config) -> RenderableType:
 def _time_rows(made: Forecast, config: Config) -> list[tuple[str, str]]:
     if made.hours is None or made.targets_per_drafter is None:
         return [("time", "unknown; give --target-rate and --drafter-rate, as `draftmill status` shows them")]
-    rate = config.run.epochs * made.counts.tokens / (made.hours * 3600)
-    drafters, each = config.drafter.count, made.targets_per_drafter
+    rate = made.counts.tokens_of_all_epochs / (made.hours * 3600)
+    (targets, drafters), each = made.advised, made.targets_per_drafter
     return [
         ("time", f"{made.hours:.1f} h at {rate:,.0f} tok/s, {size(int(rate * made.bytes_per_token))}/s"),
         ("advice", f"{math.ceil(drafters * each)} targets keep {drafters} drafters busy, {each:.2f} each"),

@@ -22,7 +22,7 @@ import numpy as np
 from protocol.errors import ConfigError, DataError
 from services import seeds
 from services.config.schema import Config
-from services.data.dataset import Dataset
+from services.data.training_data import TrainingData
 
 OPEN_BATCHES = 8
 """Batches of a bucket that are filled at a time: more fill better, and cost time."""
@@ -127,10 +127,11 @@ class Schedule:
     of a million samples, at the first use of `total_steps`); two plans are kept.
     """
 
-    def __init__(self, config: Config, dataset: Dataset) -> None:
+    def __init__(self, config: Config, data: TrainingData) -> None:
         self.epochs = config.run.epochs
+        self.samples_total = data.samples(self.epochs)
         self._config = config
-        self._dataset = dataset
+        self._data = data
         self._plans: dict[int, EpochPlan] = {}
         self._first_step = [0]  # of epoch 0, 1, ... as far as they are known; one more than epochs planned
 
@@ -141,12 +142,17 @@ class Schedule:
         if epoch not in self._plans:
             while len(self._plans) > 1:
                 self._plans.pop(next(iter(self._plans)))
+            dataset = self._data.of(epoch)
             self._plans[epoch] = epoch_plan(
                 seed=self._config.run.seed, epoch=epoch,
-                fingerprint=self._dataset.fingerprint, lengths=self._dataset.lengths,
+                fingerprint=dataset.fingerprint, lengths=dataset.lengths,
                 bucket_edges=self._config.plan.bucket_edges, token_budget=self._config.plan.token_budget,
             )  # fmt: skip
         return self._plans[epoch]
+
+    def tokens(self, epoch: int, batch: int) -> int:
+        """Real tokens of a batch."""
+        return int(self._data.of(epoch).lengths[list(self.epoch(epoch).batches[batch])].sum())
 
     @property
     def total_steps(self) -> int:

@@ -21,8 +21,8 @@ from protocol.errors import CheckpointError, ConfigError
 from protocol.messages import PROTOCOL_VERSION, DrafterHello
 from services.config.fingerprint import fingerprint, model_fingerprint
 from services.config.schema import Config
-from services.data.dataset import Dataset
 from services.data.plan import Schedule
+from services.data.training_data import TrainingData
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.export import load_zlab
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class Started:
     """A drafter that could train, with no usable state and nobody to train with yet."""
 
-    dataset_fingerprint: str
+    data_fingerprint: str
     shape: DrafterConfig
     weights: Weights
     step: StepGradient
@@ -80,8 +80,8 @@ def start(config: Config, device: torch.device) -> Started:
         DataError: no dataset, or one whose samples do not fit the plan.
     """
     _prepare_torch(config, device)
-    dataset = Dataset.open(config.data.path)
-    total_steps = Schedule(config, dataset).total_steps
+    data = TrainingData.open(config.data)
+    total_steps = Schedule(config, data).total_steps
     tokenizer = load_tokenizer(config.model.path) if config.drafter.mask_token_id < 0 else None
     shape = derive(
         load_text_config(config.model.path),
@@ -106,7 +106,7 @@ def start(config: Config, device: torch.device) -> Started:
             "mask_token_id": shape.mask_token_id, "steps": total_steps, "device": str(device),
         },
     )  # fmt: skip
-    return Started(dataset.fingerprint, shape, weights, step, phases, device)
+    return Started(data.fingerprint, shape, weights, step, phases, device)
 
 
 def _prepare_torch(config: Config, device: torch.device) -> None:
@@ -144,9 +144,7 @@ def hello(config: Config, started: Started, incarnation: str, index: int | None,
         incarnation=incarnation,
         seq=0,
         protocol=PROTOCOL_VERSION,
-        fingerprint=fingerprint(
-            config, started.dataset_fingerprint, model_fingerprint(Path(config.model.path))
-        ),
+        fingerprint=fingerprint(config, started.data_fingerprint, model_fingerprint(Path(config.model.path))),
         host=re.sub(r"[^A-Za-z0-9_.\-]", "_", socket.gethostname()) or "host",
         index=index,
         inbox=inbox,

@@ -110,10 +110,12 @@ def _training(origin: Origin) -> str:
     if origin.identity is None:
         return f"## Data and recipe\n\nNot recorded: the checkpoint lies outside its run's folder.{at}"
     options = origin.identity["options"]
+    dataset = origin.identity["dataset"]
+    later = "; after `N:` stands what took over at epoch N" if " " in dataset else ""
     rows = [(f"`{path}`", _plain(options[path])) for path in sorted(options) if path.startswith(_SECTIONS)]
     return (
-        f"## Data and recipe\n\nDataset fingerprint `{origin.identity['dataset']}` (SHA-256 of its token ids "
-        f"and masks).{at}\n\n" + _table(("option", "value"), rows)
+        f"## Data and recipe\n\nDataset fingerprint `{dataset}` (SHA-256 of its token ids "
+        f"and masks{later}).{at}\n\n" + _table(("option", "value"), rows)
     )
 
 

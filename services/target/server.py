@@ -156,7 +156,7 @@ class TargetServer:
     def _compute(self) -> None:
         while (job := self._take()) is not None:
             batch = gather(
-                self.started.dataset,
+                self.started.data.of(job.batch.epoch),
                 job.samples,
                 edges=self.config.plan.bucket_edges,
                 vocabulary=self.started.shape.vocab_size,

@@ -19,8 +19,8 @@ from protocol.errors import ConfigError
 from protocol.messages import PROTOCOL_VERSION, TargetHello
 from services.config.fingerprint import fingerprint, model_fingerprint
 from services.config.schema import Config
-from services.data.dataset import Dataset
 from services.data.plan import check_lengths, rows_limit
+from services.data.training_data import TrainingData
 from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.self_check import self_check
 from services.dflash.target_model import Target, load_target, load_tokenizer
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Started:
     """A target that could compute, with nobody to compute for yet."""
 
-    dataset: Dataset
+    data: TrainingData
     target: Target
     shape: DrafterConfig
     forward: Forward
@@ -73,17 +73,18 @@ def start(config: Config, device: torch.device) -> Started:
         torch.set_num_threads(config.target.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dataset = Dataset.open(config.data.path)
-    check_lengths(dataset.lengths, config.plan.bucket_edges, config.plan.token_budget)
+    data = TrainingData.open(config.data)
+    for _, dataset in data.parts:
+        check_lengths(dataset.lengths, config.plan.bucket_edges, config.plan.token_budget)
     target = load_target(
         config.model.path, dtype=config.model.dtype, device=device, attention=config.model.attention
     )
     tokenizer = load_tokenizer(config.model.path) if config.drafter.mask_token_id < 0 else None
     shape = derive(target.config, config.drafter, tokenizer, stop_ids=target.stop_ids)
-    return assemble(config, dataset, target, shape)
+    return assemble(config, data, target, shape)
 
 
-def assemble(config: Config, dataset: Dataset, target: Target, shape: DrafterConfig) -> Started:
+def assemble(config: Config, data: TrainingData, target: Target, shape: DrafterConfig) -> Started:
     """Compile and check the model, make its buffers, warm its shapes.
 
     Raises:
@@ -100,8 +101,8 @@ def assemble(config: Config, dataset: Dataset, target: Target, shape: DrafterCon
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # weights and slabs were filled on another stream than the forward's
     if config.target.warm_up:
-        warm_up(forward, slabs[0], config, int(dataset.lengths.max()), device)
-    return Started(dataset, target, shape, forward, slabs, device)
+        warm_up(forward, slabs[0], config, data.longest, device)
+    return Started(data, target, shape, forward, slabs, device)
 
 
 def open_slots(config: Config, started: Started, folder: Path, incarnation: str) -> SlotWriter:
@@ -128,7 +129,7 @@ def open_slots(config: Config, started: Started, folder: Path, incarnation: str)
 
 def run_fingerprint(config: Config, started: Started) -> str:
     """Of this process's options, data and model, which have to be the run's."""
-    return fingerprint(config, started.dataset.fingerprint, model_fingerprint(Path(config.model.path)))
+    return fingerprint(config, started.data.fingerprint, model_fingerprint(Path(config.model.path)))
 
 
 def hello(writer: SlotWriter, incarnation: str, index: int | None, of_run: str) -> TargetHello:

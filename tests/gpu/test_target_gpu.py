@@ -26,6 +26,7 @@ from protocol.messages import BatchId, Pack, Stamp
 from services.config.schema import Config
 from services.data.dataset import Dataset, Sample
 from services.data.plan import epoch_plan
+from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
 from services.dflash.drafter_config import derive
 from services.dflash.noise import join_taps
@@ -93,7 +94,7 @@ def make_config(dataset: Dataset, **sections: dict[str, Any]) -> Config:
 
 
 def make_started(config: Config, dataset: Dataset, target: Target) -> Started:
-    return assemble(config, dataset, target, derive(target.config, config.drafter, None))
+    return assemble(config, TrainingData(dataset), target, derive(target.config, config.drafter, None))
 
 
 def batches_of(dataset: Dataset) -> tuple[tuple[int, ...], ...]:
@@ -105,7 +106,7 @@ def batches_of(dataset: Dataset) -> tuple[tuple[int, ...], ...]:
 
 def captured(started: Started, samples: tuple[int, ...]) -> dict[str, Tensor]:
     """Sections of one forward with nothing beside it."""
-    batch = gather(started.dataset, samples, edges=EDGES, vocabulary=VOCABULARY)
+    batch = gather(started.data.of(0), samples, edges=EDGES, vocabulary=VOCABULARY)
     started.forward.run(batch, started.slabs[0])
     started.slabs[0].packed.wait()
     return {name: x.cpu() for name, x in started.slabs[0].taps.sections(batch.tokens).items()}
@@ -145,7 +146,7 @@ class Overlap:
             slab = self._slabs.take()
             assert slab is not None
             self._blame.begin(job)
-            batch = gather(self._started.dataset, samples, edges=EDGES, vocabulary=VOCABULARY)
+            batch = gather(self._started.data.of(0), samples, edges=EDGES, vocabulary=VOCABULARY)
             self._started.forward.run(batch, slab)
             self._copier.submit(Launched(job, batch, slab))
         self._copier.close()

@@ -248,6 +248,26 @@ def test_a_changed_training_option_is_named_with_both_values(place):
     assert "recipe.lr: 0.001 in the run, 0.0006 now" in the_one(looked(place))
 
 
+def test_data_that_takes_over_later_is_checked_like_the_first(place):
+    later = {"data__later": f"1:{place / 'later'}", "run__epochs": "2"}
+    found = the_one(looked(place, **later))
+    assert found.startswith("data.later = 1:") and "no prepared dataset" in found
+    write_data(place / "later", [12, 40])
+    assert "sample 1 has 40 tokens" in the_one(looked(place, **later))
+    (place / "good").mkdir()
+    write_data(place / "good" / "later", [12, 20])
+    assert looked(place, data__later=f"1:{place / 'good' / 'later'}", run__epochs="2") == []
+
+
+def test_other_data_for_a_run_that_exists_is_refused_with_the_way(place):
+    write_ledger(place)
+    write_data(place / "more", [12, 20])
+    found = the_one(looked(place, data__later=f"1:{place / 'more'}", run__epochs="2"))
+    assert "run.epochs: 1 in the run, 2 now" in found and "`draftmill extend`" in found
+    found = the_one(looked(place, data__path=place / "more", recipe__lr="0.1"))
+    assert "dataset: " in found and "extend" not in found
+
+
 def test_a_truncated_ledger(place):
     ledger = write_ledger(place)
     ledger.write_bytes(ledger.read_bytes()[:5000])

@@ -27,6 +27,9 @@ def test_arrival_order_waits_for_min_ready():
 @pytest.mark.parametrize(
     ("sections", "option"),
     [
+        ({"data": {"path": "d", "later": ("2:e", "1:f")}, "run": {"epochs": 3}}, "data.later"),
+        ({"data": {"path": "d", "later": ("1:e", "1:f")}, "run": {"epochs": 3}}, "data.later"),
+        ({"data": {"path": "d", "later": ("1:e", "3:f")}, "run": {"epochs": 3}}, "data.later"),
         ({"plan": {"bucket_edges": ()}}, "plan.bucket_edges"),
         ({"plan": {"bucket_edges": (64, 64)}}, "plan.bucket_edges"),
         ({"plan": {"bucket_edges": (64, 8192)}}, "plan.token_budget"),
@@ -40,6 +43,7 @@ def test_arrival_order_waits_for_min_ready():
         ({"coordinator": {"endpoint": "tcp://0.0.0.0:1"}}, "coordinator.endpoint"),
         ({"target": {"slots": 6}}, "target.slots"),
         ({"coordinator": {"in_flight_cap_packs": 6}}, "coordinator.in_flight_cap_packs"),
+        ({"evaluator": {"count": 1}}, "eval.prompts"),
     ],
 )
 def test_each_rule_names_its_options(sections, option):

@@ -264,6 +264,8 @@ class SimDrafter(Role):
 class Cluster:
     """`loss` is the share of messages that vanish, `flaky` the share of groups that a member leaves."""
 
+    identity = IDENTITY
+
     def __init__(
         self, folder: Path, config: Config, dataset, *, seed: int, loss: float = 0.0, poison=(), bad=(),
         flaky: float = 0.0,
@@ -281,7 +283,7 @@ class Cluster:
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        self.ledger = Ledger(self.folder / "ledger.sqlite", IDENTITY)
+        self.ledger = Ledger(self.folder / "ledger.sqlite", self.identity)
         self.core = Coordinator(
             self.config, self.dataset, self.ledger, self.ledger.fingerprint, PackSize(10, 1000),
             target_devices=("cpu",) * self.config.target.count,

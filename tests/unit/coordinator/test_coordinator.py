@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from protocol.messages import BatchId
 from services.config.schema import Config
 from services.data.dataset import Sample
+from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
 
 
@@ -21,7 +22,7 @@ def dataset(tmp_path_factory):
         Sample(np.ones(n, np.int32), np.ones(n, np.uint8))
         for n in (lengths.randint(4, 16) for _ in range(30))
     ]
-    return write_dataset(tmp_path_factory.mktemp("data") / "data", samples, {})
+    return TrainingData(write_dataset(tmp_path_factory.mktemp("data") / "data", samples, {}))
 
 
 def config(**sections) -> Config:

@@ -9,7 +9,8 @@ import pytest
 from protocol.errors import DiskFull, LedgerError
 from protocol.messages import BatchId, StepAt, StepTry
 from services.coordinator.checkpoints import retire, sweep_unknown
-from services.coordinator.ledger import Ledger, disk_full
+from services.coordinator.disk import disk_full
+from services.coordinator.ledger import Ledger
 
 IDENTITY = {"options": {}, "dataset": "d", "model": "m"}
 SHA = "0" * 64

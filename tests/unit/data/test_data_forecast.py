@@ -25,6 +25,7 @@ from services.data.forecast import (
 from services.data.forecast_view import show, size
 from services.data.plan import Schedule, padded_length
 from services.data.writer import write_dataset
+from services.data.training_data import TrainingData
 from services.dflash.drafter_config import DrafterConfig
 
 EDGES = (16, 32, 64)
@@ -68,8 +69,8 @@ EIGHT_B_DRAFTER = DrafterConfig(
 
 def test_the_counts_are_those_of_the_plan(dataset):
     config = config_of(dataset.path)
-    made = forecast(config, dataset, EIGHT_B, EIGHT_B_DRAFTER, None)
-    schedule = Schedule(config, dataset)
+    made = forecast(config, TrainingData(dataset), EIGHT_B, EIGHT_B_DRAFTER, None)
+    schedule = Schedule(config, TrainingData(dataset))
     batches = schedule.epoch(0).batches
     padded = [sum(padded_length(int(dataset.lengths[row]), EDGES) for row in batch) for batch in batches]
     assert made.counts.packs == len(batches)
@@ -83,7 +84,7 @@ def test_the_counts_are_those_of_the_plan(dataset):
 
 def test_hours_follow_the_slower_side_and_the_advice_their_ratio(dataset):
     config = config_of(dataset.path, target=Target(count=2), drafter=Drafter(count=1))
-    made = forecast(config, dataset, EIGHT_B, EIGHT_B_DRAFTER, Rates(100.0, 500.0))
+    made = forecast(config, TrainingData(dataset), EIGHT_B, EIGHT_B_DRAFTER, Rates(100.0, 500.0))
     assert made.hours == pytest.approx(3 * made.counts.tokens / 200 / 3600)
     assert made.targets_per_drafter == 5.0
 

@@ -9,6 +9,7 @@ from protocol.errors import ConfigError, DataError
 from services.config.schema import Config, Data, Model, Plan, Run
 from services.data.dataset import Sample
 from services.data.plan import PADDED_LIMIT, Schedule, epoch_plan, padded_length, rows_limit
+from services.data.training_data import TrainingData, fingerprint_of
 from services.data.writer import write_dataset
 
 EDGES = (8, 16, 32, 64)
@@ -100,7 +101,7 @@ def schedule_of(path, lengths, *, epochs, packs_per_step):
         run=Run(seed=7, epochs=epochs), model=Model(path="m"), data=Data(path=path),
         plan=Plan(token_budget=64, bucket_edges=EDGES, packs_per_step=packs_per_step),
     )  # fmt: skip
-    return Schedule(config, dataset)
+    return Schedule(config, TrainingData(dataset))
 
 
 @pytest.mark.parametrize("packs_per_step", [1, 3, 1000])
@@ -138,3 +139,59 @@ def test_a_schedule_gives_the_same_epochs_in_whatever_order_they_are_asked(tmp_p
     plans = {epoch: schedule.epoch(epoch) for epoch in asked}
     again = schedule_of(path.with_name("e"), [1 + at % 64 for at in range(40)], epochs=6, packs_per_step=2)
     assert [plans[epoch] for epoch in range(6)] == [again.epoch(epoch) for epoch in range(6)]
+
+
+def two_datasets(path, *, epochs, takes_over_at):
+    """(config, lengths of the first, of the second, both as training data)"""
+    lengths = [[1 + (at * step) % 64 for at in range(rows)] for rows, step in ((40, 7), (70, 11))]
+    made = [
+        write_dataset(path / name, [Sample(np.full(n, 5, np.int32), np.ones(n, np.uint8)) for n in rows], {})
+        for name, rows in zip("ab", lengths, strict=True)
+    ]
+    config = Config(
+        run=Run(seed=7, epochs=epochs), model=Model(path="m"),
+        data=Data(path=path / "a", later=(f"{takes_over_at}:{path / 'b'}",)),
+        plan=Plan(token_budget=64, bucket_edges=EDGES, packs_per_step=3),
+    )  # fmt: skip
+    assert TrainingData.open(config.data).places == [
+        (0, made[0].fingerprint, str(path / "a")), (takes_over_at, made[1].fingerprint, str(path / "b")),
+    ]  # fmt: skip
+    return config, *made
+
+
+def test_a_dataset_takes_over_at_its_epoch_and_changes_nothing_before(tmp_path):
+    config, first, second = two_datasets(tmp_path, epochs=5, takes_over_at=2)
+    schedule = Schedule(config, TrainingData.open(config.data))
+    alone = Schedule(config, TrainingData(first))
+    assert [schedule.epoch(e) for e in (0, 1)] == [alone.epoch(e) for e in (0, 1)]
+    assert schedule.first_step(2) == alone.first_step(2)
+    for epoch in range(5):
+        rows = sorted(row for batch in schedule.epoch(epoch).batches for row in batch)
+        assert rows == list(range(40 if epoch < 2 else 70))
+    assert schedule.epoch(2) == Schedule(config, TrainingData(second)).epoch(2)
+    assert schedule.samples_total == 2 * 40 + 3 * 70
+
+
+def test_steps_and_tokens_go_on_across_the_border(tmp_path):
+    config, first, second = two_datasets(tmp_path, epochs=3, takes_over_at=1)
+    schedule = Schedule(config, TrainingData.open(config.data))
+    located = [schedule.locate(step) for step in range(schedule.total_steps)]
+    for epoch, dataset in ((0, first), (1, second), (2, second)):
+        positions = [at for of_epoch, positions in located for at in positions if of_epoch == epoch]
+        assert positions == list(range(len(schedule.epoch(epoch).batches)))
+        tokens = sum(schedule.tokens(epoch, batch) for batch in positions)
+        assert tokens == dataset.lengths.sum()
+    assert [epoch for epoch, _ in located] == sorted(epoch for epoch, _ in located)
+
+
+def test_the_fingerprint_tells_every_epochs_dataset(tmp_path):
+    config, first, second = two_datasets(tmp_path, epochs=5, takes_over_at=2)
+    a, b = first.fingerprint, second.fingerprint
+    assert TrainingData(first).fingerprint == a
+    both = TrainingData(first, (2, second), (4, first))
+    assert both.fingerprint == f"{a} 2:{b} 4:{a}"
+    assert [fingerprint_of(both.fingerprint, epoch) for epoch in range(6)] == [a, a, b, b, a, a]
+    assert [fingerprint_of(a, epoch) for epoch in (0, 7)] == [a, a]
+    assert both.longest == max(first.lengths.max(), second.lengths.max())
+    with pytest.raises(DataError, match="no prepared dataset"):
+        TrainingData.open(config.data.model_copy(update={"later": (f"1:{tmp_path / 'none'}",)}))

@@ -260,8 +260,8 @@ def poison(sample: int, others: tuple[int, ...]) -> Callable[[Started], None]:
     """Make the embedding of a token infinite that only `sample` has."""
 
     def prepare(started: Started) -> None:
-        kept = {int(token) for other in others for token in started.dataset.sample(other).input_ids}
-        bad = next(int(t) for t in started.dataset.sample(sample).input_ids if int(t) not in kept)
+        kept = {int(token) for other in others for token in started.data.of(0).sample(other).input_ids}
+        bad = next(int(t) for t in started.data.of(0).sample(sample).input_ids if int(t) not in kept)
         with torch.no_grad():
             started.target.embed_weight_VH[bad] = torch.inf
 
