@@ -36,7 +36,6 @@ from services.config.schema import Config
 from services.coordinator.checkpoints import retire, sweep_unknown
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.disk import disk_full
-from services.coordinator.evaluation import Evaluation
 from services.coordinator.http import Board, StatusServer
 from services.coordinator.ledger import Ledger
 from services.coordinator.orders import OrderBook
