@@ -115,14 +115,28 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Training": (
-        Panel("Loss", "short", "Training loss of the last reported step.", (("draftmill_loss~", "loss"),)),
+        Panel(
+            "Loss", "short", "Of the last reported step, and of held-out samples (with an evaluator).",
+            (("draftmill_loss~", "training"), ("draftmill_evaluated_loss~", "held out")),
+        ),
         Panel(
             "Acceptance", "short", "In training: 1 + drafted tokens of a block before the first wrong one.",
             (("draftmill_accepted_tokens~", "tokens a block"),), width=6,
         ),
         Panel(
             "Accuracy", "percentunit", "Drafted tokens that equal the label.",
-            (("draftmill_accuracy_ratio~", "accuracy"),), width=6, limits=(0, 1),
+            (("draftmill_accuracy_ratio~", "training"), ("draftmill_evaluated_accuracy_ratio~", "held out")),
+            width=6, limits=(0, 1),
+        ),
+        Panel(
+            "Acceptance with the target", "short",
+            "Tokens a round when the checkpoint decodes eval.prompts with the target (evaluator.count = 1).",
+            (("draftmill_evaluated_acceptance_tokens~", "newest checkpoint"),
+             ("draftmill_evaluated_best_acceptance_tokens~", "best, in run.dir/best")),
+        ),
+        Panel(
+            "Evaluated step", "short", "How far evaluation is behind the training.",
+            (("draftmill_evaluated_step~", "evaluated"), ("draftmill_step~", "trained")),
         ),
         Panel(
             "Learning rate", "sci", "Of that step.", (("draftmill_learning_rate~", "learning rate"),), width=8

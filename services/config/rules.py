@@ -32,6 +32,7 @@ def broken_rules(config: Config) -> list[Broken]:
         _endpoint,
         _slots,
         _cap,
+        _evaluator,
     )
     return [broken for rule in rules for broken in rule(config)]
 
@@ -126,6 +127,12 @@ def _cap(config: Config) -> Iterator[Broken]:
     if 0 < cap < needed:
         rule = f"the cap must allow {needed} packs ({_NEEDED}); raise it to that"
         yield Broken(("coordinator.in_flight_cap_packs", *_needed_from(config)), rule)
+
+
+def _evaluator(config: Config) -> Iterator[Broken]:
+    if config.evaluator.count and not config.eval.prompts:
+        rule = "an evaluator decodes held-out prompts; give a JSONL file of them, or set evaluator.count = 0"
+        yield Broken(("evaluator.count", "eval.prompts"), rule)
 
 
 _NEEDED = "a step, the prefetch, one in each target's forward"

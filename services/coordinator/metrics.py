@@ -82,6 +82,11 @@ def _part(part: str, key: str) -> Callable[[Snapshot], Samples]:
     return lambda s: [((), float(s[part][key]))] if s[part] else []
 
 
+def _evaluated(key: str) -> Callable[[Snapshot], Samples]:
+    """A figure of the newest evaluation; no series before the first, or where it was not measured."""
+    return lambda s: [((), float(s["evaluation"][key]))] if key in (s["evaluation"] or {}) else []
+
+
 def _restarts(snapshot: Snapshot) -> Samples:
     """`joins` is by "target 0"; the first incarnation of a place is no restart."""
     for place, joins in snapshot["counters"]["joins"].items():
@@ -265,6 +270,26 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "draftmill_accepted_tokens", "gauge", "1 + drafted tokens of a block before the first wrong one",
         (), _metric("accepted_length"),
+    ),
+    Family(
+        "draftmill_evaluated_step", "gauge", "step of the checkpoint that was evaluated last",
+        (), _evaluated("step"),
+    ),
+    Family(
+        "draftmill_evaluated_acceptance_tokens", "gauge",
+        "its acceptance length with the target on eval.prompts", (), _evaluated("acceptance_length"),
+    ),
+    Family(
+        "draftmill_evaluated_best_acceptance_tokens", "gauge", "the best one's, kept in run.dir/best",
+        (), _evaluated("best_acceptance_length"),
+    ),
+    Family(
+        "draftmill_evaluated_loss", "gauge", "its loss on the held-out samples",
+        (), _evaluated("held_out_loss"),
+    ),
+    Family(
+        "draftmill_evaluated_accuracy_ratio", "gauge", "drafted tokens that equal the label, on those",
+        (), _evaluated("held_out_accuracy"),
     ),
     Family(
         "draftmill_gpu_utilization_ratio", "gauge", "share of the last second in which a kernel ran",

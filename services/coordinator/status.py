@@ -39,6 +39,7 @@ def snapshot(
     arena: ArenaSpace | None = None,
     audit: tuple[int, int] | None = None,
     upload: UploadState | None = None,
+    evaluation: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """The `/status` document. Rates are over the last 20 s; all times are seconds.
 
@@ -76,18 +77,32 @@ def snapshot(
         "restarts": record.restarts,
         "arena": arena._asdict() if arena else None,
         "upload": upload._asdict() if upload else None,
+        "evaluation": evaluation,
         "batches_without_outcome": lost,
         "batches_duplicated": duplicated,
         "failed_by_cause": _failed_by_cause(core, accounting.failed_batches),
         "roles": [_role(core, member, now_s) for member in core.members],
         "events": [{"at": e.at_unix_s, "text": e.text} for e in list(record.events)[-SHOWN_EVENTS:]],
         "checkpoints": [
-            {"timeline": row.at.timeline, "step": row.at.step, "name": row.name}
+            {
+                "timeline": row.at.timeline,
+                "step": row.at.step,
+                "name": row.name,
+                "epoch": _epoch_before(core, row.at.step),
+            }
             for row in core.ledger.checkpoints()
         ],
         "places": {"target": core.config.target.count, "drafter": core.config.drafter.count},
         "counters": _counters(core, now_s),
     }
+
+
+def _epoch_before(core: Coordinator, step: int) -> int:
+    """Of the last of `step` steps, from 0; from step counts, since plans of former epochs are not kept."""
+    epoch = 0
+    while core.schedule.first_step(epoch + 1) < step:
+        epoch += 1
+    return epoch
 
 
 def _state(core: Coordinator) -> str:

@@ -1,4 +1,8 @@
-"""What an evaluation found, as JSON and as a table. No torch: reports are read where nothing is run."""
+"""What an evaluation found, as JSON and as a table. No torch: reports are read where nothing is run.
+
+Of several block sizes the JSON is that of the largest, with all of them under `block_sizes`, so that what
+reads one result reads both.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +51,14 @@ class EvalResult:
             "acceptance_length_by_request": _number(acceptance.request_mean),
             "acceptance_length_by_domain": {
                 domain: _number(acceptance.of(requests).pooled_mean)
-                for domain, requests in self._by_domain().items()
+                for domain, requests in self.by_domain().items()
             },
             "histogram": acceptance.histogram,
             "by_position": [_number(share) for share in acceptance.by_position],
+            "by_position_by_domain": {
+                domain: [_number(share) for share in acceptance.of(requests).by_position]
+                for domain, requests in self.by_domain().items()
+            },
             "lossless": self.lossless,
             "ties": list(self.ties),
             "differing": list(self.differing),
@@ -84,11 +92,38 @@ class EvalResult:
             table.add_row(name.replace("_", " "), "-" if found[name] is None else f"{found[name]:.2f}")
         return table
 
-    def _by_domain(self) -> dict[str, list[int]]:
+    def by_domain(self) -> dict[str, list[int]]:
+        """Positions of the prompts of each domain, in order of appearance."""
         domains: dict[str, list[int]] = {}
         for request, domain in enumerate(self.domains):
             domains.setdefault(domain, []).append(request)
         return domains
+
+
+def to_json(results: Sequence[EvalResult]) -> dict[str, Any]:
+    """What `draftmill eval --json` prints."""
+    largest = max(results, key=lambda result: result.block_size)
+    if len(results) == 1:
+        return largest.to_dict()
+    return {**largest.to_dict(), "block_sizes": [result.to_dict() for result in results]}
+
+
+def comparison(results: Sequence[EvalResult]) -> Table:
+    """Several block sizes side by side."""
+    table = Table(title="by block size")
+    for title in ("block", "acceptance", "by request", "drafted tok/s", "plain tok/s", "speedup", "lossless"):
+        table.add_column(title, justify="right")
+    for result in results:
+        found = result.to_dict()
+        rates = [found[name] for name in ("drafted_tokens_per_s", "plain_tokens_per_s", "speedup")]
+        lengths = [found["acceptance_length"], found["acceptance_length_by_request"]]
+        lossless = {True: "yes", False: "NO", None: "-"}[result.lossless]
+        table.add_row(str(result.block_size), *map(_cell, (*lengths, *rates)), lossless)
+    return table
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 100 else f"{value:.0f}"
 
 
 def _tokens_per_s(answers: Sequence[Generation]) -> float | None:

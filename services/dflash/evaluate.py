@@ -1,9 +1,9 @@
 """`eval` and `export`: what a trained drafter is worth with its target, and its way out of here.
 
 Each prompt is decoded by the pair and, as yardstick, by the target alone with the same cache and
-limits. Greedy answers must be equal token for token; where they part, the two tokens' logits must
-tie within rounding (a block and a single token take different matrix products), and that is counted.
-Cost: two decodings of every prompt, one sequence at a time.
+limits, once for all block sizes. Greedy answers must be equal token for token; where they part, the two
+tokens' logits must tie within rounding (a block and a single token take different matrix products), and that
+is counted. Cost: two decodings of every prompt, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -44,17 +44,22 @@ def evaluate(
     block_size: int | None = None,
     sampling: Sampling | None = None,
     plain: bool = True,
+    known_plain: Sequence[Generation] = (),
     progress: Progress | None = None,
 ) -> EvalResult:
     """Decodes `prompts` with the pair and, if `plain`, without the drafter too.
 
-    `stop_ids` None takes the target's. Raises `ModelError` if drafter and target do not fit.
+    `known_plain`: the `plain` of an earlier result with the same target, prompts, limits and sampling, which
+    is then not decoded again. `stop_ids` None takes the target's. Raises `ModelError` if drafter and target
+    do not fit, `ConfigError` for a block larger than the drafter's.
     """
     check_fit(drafter.config, target)
+    if block_size is not None:
+        _check_block(block_size, drafter.config)
     drafter = drafter.to(target.device, target.dtype).eval()
     stops = tuple(target.stop_ids if stop_ids is None else stop_ids)
     drafted: list[Generation] = []
-    alone: list[Generation] = []
+    alone: list[Generation] = list(known_plain) if plain else []
     for done, prompt in enumerate(prompts):
         drawn = None if sampling is None else replace(sampling, seed=sampling.seed + done)
         drafted.append(
@@ -68,7 +73,7 @@ def evaluate(
                 sampling=drawn,
             )
         )
-        if plain:
+        if plain and not known_plain:
             alone.append(
                 decode_plainly(
                     target, prompt.ids, max_new_tokens=max_new_tokens, stop_ids=stops, sampling=drawn
@@ -90,7 +95,7 @@ def evaluate(
     )
 
 
-def run_eval(
+def run_evals(
     checkpoint: Path,
     config: Config | None = None,
     *,
@@ -100,14 +105,15 @@ def run_eval(
     limit: int = 0,
     device: str = "cpu",
     dtype: str = "",
-    block_size: int | None = None,
+    block_sizes: Sequence[int] = (),
     sampling: Sampling | None = None,
     plain: bool = True,
     progress: Progress | None = None,
-) -> EvalResult:
+) -> list[EvalResult]:
     """`draftmill eval`: a training checkpoint or z-lab folder with its target on held-out prompts.
 
-    What is left out is taken from `config` (`[model]`, `[eval]`). Raises `FatalError`s that name the option.
+    One result for each of `block_sizes` (none: the drafter's own). What is left out is taken from `config`
+    (`[model]`, `[eval]`). Raises `FatalError`s that name the option.
     """
     path = target or (config.model.path if config else "")
     file = prompts or (Path(config.eval.prompts) if config and config.eval.prompts else None)
@@ -115,24 +121,72 @@ def run_eval(
         missing = "the target's path (model.path)" if not path else "held-out prompts (eval.prompts)"
         raise ConfigError(f"eval: needs {missing}; give it or a configuration that has it")
     drafter = load_drafter(checkpoint)
+    sizes = list(block_sizes) or [drafter.config.block_size]
+    for size in sizes:
+        _check_block(size, drafter.config)
     limit = limit or (config.eval.limit if config else 0)
-    held_out = load_prompts(file, load_tokenizer(path), limit=limit)
+    held_out = load_prompts(file, load_tokenizer(path), limit=limit, **template_options(config))
     loaded = load_target(
         path,
         dtype=dtype or (config.model.dtype if config else "float32"),
         device=device,
         attention=config.model.attention if config else "sdpa",
     )
-    return evaluate(
-        loaded,
-        drafter,
-        held_out,
-        max_new_tokens=max_new_tokens or (config.eval.max_new_tokens if config else 128),
-        block_size=block_size,
-        sampling=sampling,
-        plain=plain,
-        progress=progress,
+    results: list[EvalResult] = []
+    for number, size in enumerate(sizes):
+        results.append(
+            evaluate(
+                loaded,
+                drafter,
+                held_out,
+                max_new_tokens=max_new_tokens or (config.eval.max_new_tokens if config else 128),
+                block_size=size,
+                sampling=sampling,
+                plain=plain,
+                known_plain=results[0].plain if results else (),
+                progress=_part(progress, number, len(sizes)),
+            )
+        )
+    return results
+
+
+def run_eval(checkpoint: Path, config: Config | None = None, **options: Any) -> EvalResult:
+    """`run_evals` with the drafter's own block size."""
+    return run_evals(checkpoint, config, **options)[0]
+
+
+def load_held_out(config: Config) -> list[Prompt]:
+    """The prompts of `eval.prompts`. Raises `DataError`, `ModelError` for the tokenizer."""
+    return load_prompts(
+        Path(config.eval.prompts),
+        load_tokenizer(config.model.path),
+        limit=config.eval.limit,
+        **template_options(config),
     )
+
+
+def template_options(config: Config | None) -> dict[str, bool]:
+    """What the chat template is asked for, under both names that templates use; nothing without `config`."""
+    if config is None:
+        return {}
+    asked = config.eval.thinking
+    thinking = config.data.thinking == "train" if asked == "data" else asked == "on"
+    return {"enable_thinking": thinking, "thinking": thinking}
+
+
+def _part(progress: Progress | None, number: int, parts: int) -> Progress | None:
+    """Progress of part `number` of several equal ones."""
+    if progress is None:
+        return None
+    return lambda done, of: progress(number * of + done, parts * of)
+
+
+def _check_block(size: int, config: DrafterConfig) -> None:
+    if not 2 <= size <= config.block_size:
+        raise ConfigError(
+            f"block size {size}: this drafter was trained for blocks of {config.block_size}; "
+            f"choose 2 to {config.block_size}"
+        )
 
 
 def run_export(checkpoint: Path, out: Path, *, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -153,7 +207,7 @@ def load_drafter(checkpoint: Path) -> Drafter:
         )
     if not is_training_checkpoint(checkpoint):
         return load_zlab(checkpoint)
-    saved = read_checkpoint(checkpoint, None)
+    saved = read_checkpoint(checkpoint, None, optimizer=False)
     drafter = Drafter(saved.drafter, seed=None)
     load_weights(drafter, saved.weights, str(checkpoint))
     return drafter

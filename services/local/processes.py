@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 
 from services.config.environment import child_environment
-from services.local.supervisor import COORDINATOR, RoleId
+from services.local.supervisor import COORDINATOR, EVALUATOR, RoleId
 
 ROLE_PROGRAM = (sys.executable, "-m", "services.cli")
 _PR_SET_PDEATHSIG = 1
@@ -50,7 +50,7 @@ class Processes:
     def start(self, role: RoleId) -> int:
         """Returns the process id. OSError when the log or the process cannot be made."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        index = [] if role == COORDINATOR else ["--index", str(role.index)]
+        index = [] if role in (COORDINATOR, EVALUATOR) else ["--index", str(role.index)]
         command = [*self._program, role.role, *self._arguments, *index]
         with self.log_file(role).open("ab") as output:
             self._log_start[role] = output.tell()

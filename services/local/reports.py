@@ -24,7 +24,21 @@ def status_report(status: Status) -> RenderableType:
             slots.add_row(f"{role.role}-{role.index}", epoch, batch, slot.state, slot.holder or "")
     outcomes = f"ledger: {status.batches.committed} batches committed, {status.batches.failed} failed"
     kept = ", ".join(checkpoint.name for checkpoint in status.checkpoints) or "none"
-    return Group(render(status, {}), slots, outcomes, f"checkpoints: {kept}", advice(status))
+    lines = [outcomes, f"checkpoints: {kept}", *_evaluated(status), advice(status)]
+    return Group(render(status, {}), slots, *lines)
+
+
+def _evaluated(status: Status) -> list[str]:
+    """What the evaluator found last, if the run has one."""
+    found = status.evaluation
+    if found is None or found.acceptance_length is None:
+        return []
+    line = f"evaluated: step {found.step}, acceptance length {found.acceptance_length:.3f}"
+    if found.held_out_loss is not None:
+        line += f", held-out loss {found.held_out_loss:.3f}"
+    if found.best_acceptance_length is not None:
+        line += f"; best {found.best_acceptance_length:.3f} at step {found.best_step}"
+    return [line]
 
 
 def live_rates(run_dir: Path) -> tuple[float, float] | None:

@@ -67,6 +67,17 @@ class Checkpoint(Part):
     name: str
 
 
+class Evaluation(Part):
+    """The newest figures of an evaluator."""
+
+    timeline: int = 0
+    step: int = 0
+    acceptance_length: float | None = None
+    held_out_loss: float | None = None
+    best_acceptance_length: float | None = None
+    best_step: int | None = None
+
+
 class Status(Part):
     """The whole of `/status`."""
 
@@ -96,6 +107,7 @@ class Status(Part):
     roles: tuple[Role, ...] = ()
     events: tuple[Event, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
+    evaluation: Evaluation | None = None
 
 
 class Address(NamedTuple):

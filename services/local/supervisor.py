@@ -5,6 +5,7 @@
                         +--------> verdict         a code that no restart helps, or too many deaths
 
 The coordinator's exit decides the run: 0 finished, 8 stopped. Delays double from restart_delay_s to 30 s.
+An evaluator decides nothing: where another role's exit would end the run, it is left where it is.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ COORDINATOR_DONE = {ExitCode.FINISHED, ExitCode.STOPPED}
 
 @dataclass(frozen=True)
 class RoleId:
-    """`target 0`; the coordinator's index is 0."""
+    """`target 0`; the index of coordinator and evaluator is 0."""
 
     role: str
     index: int
 
     def __str__(self) -> str:
-        return self.role if self.role == "coordinator" else f"{self.role}-{self.index}"
+        return self.role if self.role in ("coordinator", "evaluator") else f"{self.role}-{self.index}"
 
 
 COORDINATOR = RoleId("coordinator", 0)
+EVALUATOR = RoleId("evaluator", 0)
 
 
 class Verdict(NamedTuple):
@@ -92,15 +94,18 @@ class Supervisor:
 
     def progressed(self, role: RoleId) -> None:
         """The running process did what it is for: its deaths so far are forgiven."""
-        if self.places[role].running:
+        if role in self.places and self.places[role].running:
             self.places[role].fruitless_deaths = 0
 
     def exited(self, role: RoleId, code: int, now_s: float) -> None:
         """`code` as of Popen.returncode: negative for a signal."""
         place = self.places[role]
         place.running = False
+        verdict = self._decisive(role, code)
+        if role == EVALUATOR and (verdict or place.fruitless_deaths + 1 >= self._give_up_after):
+            return
         if self.verdict is None:
-            self.verdict = self._decisive(role, code)
+            self.verdict = verdict
         if self.verdict or (role != COORDINATOR and (self._ending or code == ExitCode.FINISHED)):
             return
         place.fruitless_deaths += 1

@@ -22,7 +22,7 @@ from services.local.display import Display, display
 from services.local.processes import ROLE_PROGRAM, Processes
 from services.local.progress import Progress
 from services.local.status import RESULT, Status, fetch, read_address
-from services.local.supervisor import COORDINATOR, RoleId, Supervisor, Verdict, describe
+from services.local.supervisor import COORDINATOR, EVALUATOR, RoleId, Supervisor, Verdict, describe
 from services.local.view import duration
 from services.local.wakeups import Wakeups, wakeups
 
@@ -60,10 +60,12 @@ class Up:
         roles = [COORDINATOR]
         roles += [RoleId("target", index) for index in range(config.target.count)]
         roles += [RoleId("drafter", index) for index in range(config.drafter.count)]
+        roles += [EVALUATOR] * config.evaluator.count
         self._config, self._shown, self._waits = config, shown, waits
         watch = config.watch
         self._supervisor = Supervisor(roles, watch.restart_delay_s, watch.give_up_after)
         threads = {"target": config.target.threads, "drafter": config.drafter.threads, "coordinator": 1}
+        threads["evaluator"] = config.evaluator.threads
         self._processes = Processes(config.run.dir / "logs", arguments, threads, program)
         self._progress = Progress()
         self._status: Status | None = None
@@ -158,10 +160,17 @@ class Up:
         verdict = self._supervisor.verdict
         if verdict is not None and verdict.culprit is None:  # the coordinator has sent them away
             self._wait_for_all(LEAVE_S)
+            if verdict.code is ExitCode.FINISHED:
+                self._let_evaluator_finish()
         self._processes.signal_all(SIGTERM)
         self._wait_for_all(self._config.watch.stop_s)
         for role in self._processes.kill_all():
             self._shown.say(f"{role} did not leave and was killed")
+
+    def _let_evaluator_finish(self) -> None:
+        """The last checkpoint is the one that people want to know of; its watchdog ends one that is stuck."""
+        while EVALUATOR in self._processes and not self._stop.is_set():
+            self._turn("the last checkpoint is evaluated")
 
     def _wait_for_all(self, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s

@@ -68,6 +68,7 @@ def export(
 
 def read_origin(checkpoint: Path) -> Origin:
     """From `state.json` and, of a checkpoint in its run's folder, the ledger. An export has neither."""
+    checkpoint = checkpoint.resolve()  # `best` of a run is a link into a folder of it
     state_path, ledger = checkpoint / "state.json", checkpoint.parent.parent / LEDGER
     if not state_path.is_file():
         return Origin(None, None, "", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from cluster import Cluster
 from prometheus_client import generate_latest
 from test_coordinator import config, dataset  # noqa: F401 - a fixture
 
+from services.coordinator.evaluation import HISTORY, Evaluation
 from services.coordinator.metrics import FAMILIES, metrics_markdown, registry
 from services.coordinator.status import ArenaSpace, snapshot
 
@@ -60,6 +62,42 @@ def test_a_figure_that_is_not_known_has_no_series(cluster):
     found = samples(taken(cluster))
     assert "draftmill_batches_without_outcome" not in found and "draftmill_arena_bytes" not in found
     assert samples(taken(cluster, audit=(0, 0)))["draftmill_batches_without_outcome"] == 0
+
+
+def test_an_evaluators_figures_are_served_and_what_it_did_not_measure_is_not(cluster, tmp_path):
+    evaluation = Evaluation(tmp_path)
+    assert evaluation.newest() is None
+    assert "draftmill_evaluated_step" not in samples(taken(cluster, evaluation=evaluation.newest()))
+    file = tmp_path / HISTORY
+    file.write_text(json.dumps({"step": 4, "acceptance_length": 2.0, "held_out_loss": 3.5}) + "\n")
+    assert samples(taken(cluster, evaluation=evaluation.newest()))["draftmill_evaluated_loss"] == 3.5
+    with file.open("a") as lines:
+        lines.write(json.dumps({"step": 8, "acceptance_length": 2.5, "lossless": True, "by_position": [1]}))
+    assert evaluation.newest()["step"] == 4  # half a line is none
+    with file.open("a") as lines:
+        lines.write("\n")
+    found = samples(taken(cluster, evaluation=evaluation.newest()))
+    assert found["draftmill_evaluated_step"] == 8
+    assert found["draftmill_evaluated_acceptance_tokens"] == 2.5
+    assert "draftmill_evaluated_loss" not in found
+
+
+@pytest.mark.parametrize("line", ["", "no JSON", "[1]", '{"step": "8"}', '{"step": NaN}'])
+def test_nothing_in_an_evaluators_file_hurts_the_run(tmp_path, line):
+    evaluation = Evaluation(tmp_path)
+    (tmp_path / HISTORY).write_text('{"step": 4}\n')
+    assert evaluation.newest() == {"step": 4}
+    with (tmp_path / HISTORY).open("a") as lines:
+        lines.write(line + "\n")
+    assert evaluation.newest() == {"step": 4}
+
+
+def test_checkpoints_are_told_with_the_epoch_of_their_last_step(tmp_path, dataset):  # noqa: F811
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    cluster.run()
+    told, schedule = taken(cluster)["checkpoints"], cluster.core.schedule
+    assert len(told) > 1 and told[0]["epoch"] == 0
+    assert [row["epoch"] for row in told[1:]] == [schedule.locate(row["step"] - 1)[0] for row in told[1:]]
 
 
 def test_failures_are_told_apart_by_cause(tmp_path, dataset):  # noqa: F811

@@ -58,17 +58,17 @@ def test_no_service_is_named_so_that_links_would_make_our_variables():
 def test_nothing_has_more_rights_than_it_needs():
     text = "".join((ROOT / name).read_text() for name in FILES)
     assert "privileged: true" not in text and "pid: host" not in text and "network_mode" not in text
-    for name in ("coordinator", "target", "drafter"):
+    for name in ("coordinator", "target", "drafter", "evaluator"):
         service = SERVICES[name]
         assert service["cap_drop"] == ["ALL"] and service["init"]
         assert service["ulimits"]["memlock"] == "${MEMLOCK:--1}"
-        assert service["restart"] == "unless-stopped" and "healthcheck" in service
+        assert service["restart"] == "unless-stopped"
+        assert "healthcheck" in service or name == "evaluator"  # no member: its watchdog judges it
     published = {name: service.get("ports", []) for name, service in SERVICES.items()}
     assert {name for name, ports in published.items() if ports} == {"coordinator", "prometheus", "grafana"}
     assert all(re.search(r":-127\.0\.0\.1:\d+\}", port) for ports in published.values() for port in ports)
 
 
-def test_the_coordinator_is_stopped_before_its_roles():
 def test_compiled_kernels_outlive_their_container():
     for name in ("target", "drafter"):
         service = SERVICES[name]
@@ -77,8 +77,18 @@ def test_compiled_kernels_outlive_their_container():
         assert folder.is_relative_to(mounts["cache"])
 
 
+def test_the_coordinator_is_stopped_before_its_roles():
     assert SERVICES["coordinator"]["depends_on"] == ["target", "drafter"]
     assert "depends_on" not in SERVICES["target"] and "depends_on" not in SERVICES["drafter"]
+
+
+def test_an_evaluator_is_there_when_asked_for_and_nobody_waits_for_it():
+    assert SERVICES["evaluator"]["profiles"] == ["evaluator"]
+    assert SERVICES["evaluator"]["command"][0] == "evaluator" and "ports" not in SERVICES["evaluator"]
+    for name in FILES:
+        for service in yaml.safe_load((ROOT / name).read_text())["services"].values():
+            assert "evaluator" not in service.get("depends_on", {})
+    assert SERVICES["eval"]["entrypoint"][:2] == ["draftmill", "eval"]
 
 
 @pytest.mark.skipif(COMPOSE is None, reason="needs docker-compose (Debian: docker-compose)")

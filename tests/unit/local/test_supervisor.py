@@ -6,8 +6,15 @@ from hypothesis import strategies as st
 
 from services.lifecycle import ExitCode
 from services.local.progress import Progress
-from services.local.status import Role, Status
-from services.local.supervisor import COORDINATOR, LONGEST_DELAY_S, RoleId, Supervisor, describe
+from services.local.status import Evaluation, Role, Status
+from services.local.supervisor import (
+    COORDINATOR,
+    EVALUATOR,
+    LONGEST_DELAY_S,
+    RoleId,
+    Supervisor,
+    describe,
+)
 
 TARGET, DRAFTER = RoleId("target", 0), RoleId("drafter", 0)
 
@@ -126,6 +133,35 @@ def test_whatever_dies_is_started_again_or_the_run_has_a_verdict(deaths):
         assert all(place.running for place in supervisor.places.values())
 
 
+@pytest.mark.parametrize("code", [ExitCode.CONFIGURATION, ExitCode.USAGE])
+def test_an_evaluator_that_cannot_work_is_left_alone_and_the_run_goes_on(code):
+    supervisor = Supervisor([COORDINATOR, TARGET, EVALUATOR], restart_delay_s=0.5, give_up_after=2)
+    for role in supervisor.due(0.0):
+        supervisor.started(role)
+    supervisor.exited(EVALUATOR, code, 0.0)
+    assert supervisor.verdict is None and supervisor.due(1e9) == []
+
+
+def test_an_evaluator_is_started_again_until_it_has_died_too_often():
+    supervisor = Supervisor([COORDINATOR, EVALUATOR], restart_delay_s=0.5, give_up_after=3)
+    for role in supervisor.due(0.0):
+        supervisor.started(role)
+    for now_s in (10.0, 20.0):
+        supervisor.exited(EVALUATOR, -9, now_s)
+        assert supervisor.due(now_s + 9.0) == [EVALUATOR]
+        supervisor.started(EVALUATOR)
+    supervisor.exited(EVALUATOR, -9, 30.0)
+    assert supervisor.due(1e9) == [] and supervisor.verdict is None
+    supervisor.exited(COORDINATOR, ExitCode.FINISHED, 40.0)
+    assert supervisor.verdict is not None and supervisor.verdict.code is ExitCode.FINISHED
+
+
+def test_somebody_elses_evaluator_is_no_concern():
+    supervisor = running()
+    supervisor.progressed(EVALUATOR)
+    assert EVALUATOR not in supervisor.places
+
+
 def test_exits_are_described_for_people():
     assert describe(-9) == "signal 9"
     assert describe(5) == "status 5 (stuck)"
@@ -152,3 +188,13 @@ def test_the_coordinator_progresses_by_outcomes_of_its_own_life():
     progress.exited(COORDINATOR)
     assert progress.of(Status(samples_committed=41)) == []
     assert progress.of(Status(samples_committed=41, samples_failed=1)) == [COORDINATOR]
+
+
+def test_the_evaluator_progresses_by_a_checkpoint_of_its_own_life():
+    progress = Progress()
+    one, two = Evaluation(step=4, acceptance_length=2.0), Evaluation(step=8, acceptance_length=2.5)
+    assert progress.of(Status()) == []
+    assert progress.of(Status(evaluation=one)) == [EVALUATOR]
+    progress.exited(EVALUATOR)
+    assert progress.of(Status(evaluation=one)) == []
+    assert progress.of(Status(evaluation=two)) == [EVALUATOR]

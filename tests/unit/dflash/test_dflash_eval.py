@@ -1,0 +1,185 @@
+"""`draftmill eval`: several block sizes at once, thinking as asked for, its table, JSON and picture."""
+
+import json
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from dflash_trained import PROMPTS, train_drafter
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from protocol.errors import ConfigError
+from services.config.schema import Config
+from services.dflash import evaluate as evaluate_module
+from services.dflash.checkpoint import OPTIMIZER, write_checkpoint
+from services.dflash.eval_picture import by_position_svg, picture
+from services.dflash.eval_result import comparison, to_json
+from services.dflash.evaluate import evaluate, load_drafter, load_held_out, run_evals, template_options
+from services.dflash.prompts import Prompt
+from services.dflash.sampling import Sampling
+from services.lifecycle import ExitCode
+
+SVG = "{http://www.w3.org/2000/svg}"
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{{ 'w8' if enable_thinking else 'w9' }}"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A trained tiny pair on disk, with prompts of two domains: their options as flags."""
+    folder = tmp_path_factory.mktemp("eval")
+    target, drafter, *_ = train_drafter("llama")
+    target.model.save_pretrained(folder / "target")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "target")
+    state = {"weights": dict(drafter.state_dict()), "optimizer": {}, "state": {}, "drafter": drafter.config}
+    write_checkpoint(folder / "ckpt", **state)
+    rows = [
+        {"prompt": " ".join(f"w{token}" for token in prompt), "category": "even" if n % 2 == 0 else "odd"}
+        for n, prompt in enumerate(PROMPTS[:4])
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def options(files, **more) -> Config:
+    sections = {
+        "model": {"path": str(files / "target"), "dtype": "float32"},
+        "data": {"path": "none", **more.pop("data", {})},
+        "eval": {"prompts": str(files / "prompts.jsonl"), "max_new_tokens": 12, **more},
+    }
+    return Config.model_validate(sections)
+
+
+@pytest.fixture(scope="module")
+def results(files):
+    return run_evals(files / "ckpt", options(files), block_sizes=[2, 4, 6])
+
+
+def test_each_block_size_has_its_result_and_plain_decoding_is_done_once(files, results, monkeypatch):
+    assert [result.block_size for result in results] == [2, 4, 6]
+    assert results[0].plain == results[1].plain == results[2].plain
+    assert all(result.lossless for result in results)
+    lengths = [result.acceptance.pooled_mean for result in results]
+    assert lengths == sorted(lengths) and lengths[0] <= 2.0 < lengths[2]
+    calls = []
+    decode = evaluate_module.decode_plainly
+    monkeypatch.setattr(evaluate_module, "decode_plainly", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    seen = []
+    run_evals(
+        files / "ckpt", options(files), block_sizes=[3, 6], progress=lambda *done_of: seen.append(done_of)
+    )
+    assert len(calls) == 4
+    assert seen == [(done, 8) for done in range(1, 9)]
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_block_that_the_drafter_was_not_trained_for_is_refused(files, size):
+    with pytest.raises(ConfigError, match=f"block size {size}: .* choose 2 to 6"):
+        run_evals(files / "ckpt", options(files), block_sizes=[4, size])
+
+
+def test_sampled_evaluation_repeats_with_its_seed_and_claims_nothing_lossless():
+    target, drafter, *_ = train_drafter("llama")
+    prompts = [Prompt(tuple(PROMPTS[0]), ""), Prompt(tuple(PROMPTS[0]), "")]
+    runs = [
+        evaluate(target, drafter, prompts, max_new_tokens=12, sampling=Sampling(1.5, 0.9, seed))
+        for seed in (3, 3, 4)
+    ]
+    answers = [[answer.tokens for answer in run.drafted] for run in runs]
+    assert answers[0] == answers[1] != answers[2]
+    assert answers[0][0] != answers[0][1]  # each prompt has a seed of its own
+    assert runs[0].lossless is None and runs[0].to_dict()["sampling"]["top_p"] == 0.9
+    assert runs[0].to_dict()["plain_tokens_per_s"] > 0
+
+
+def test_json_of_several_sizes_reads_like_the_largest_alone(results):
+    found = json.loads(json.dumps(to_json(results), allow_nan=False))
+    assert found["block_size"] == 6 and len(found["block_sizes"]) == 3
+    assert {**found, "block_sizes": 0} == {**to_json([results[2]]), "block_sizes": 0}
+    assert set(found["by_position_by_domain"]) == {"even", "odd"}
+    for domain, shares in found["by_position_by_domain"].items():
+        assert 1 + sum(shares) == pytest.approx(found["acceptance_length_by_domain"][domain])
+    assert comparison(results).row_count == 3
+
+
+def curves(svg: str) -> list[list[tuple[float, float]]]:
+    lines = ElementTree.fromstring(svg).findall(f"{SVG}polyline")
+    return [[tuple(map(float, point.split(","))) for point in line.get("points").split()] for line in lines]
+
+
+def test_the_picture_has_a_curve_a_block_size_or_a_domain(results):
+    assert [len(curve) for curve in curves(picture(results))] == [1, 3, 5]
+    alone = picture(results[2:])
+    assert len(curves(alone)) == 3 and ">even: " in alone and ">odd: " in alone
+    (falling, *_) = curves(alone)
+    heights = [y for _, y in falling]
+    assert heights == sorted(heights)  # downwards: later slots are kept less often
+
+
+def test_the_picture_is_well_formed_whatever_it_shows():
+    svg = by_position_svg({"<a> & b": [1.0, math.nan, 0.0], "none": []})
+    one, none = curves(svg)
+    assert len(one) == 2 and none == []
+    assert one[0][1] < one[1][1] and one[0][0] < one[1][0]
+    assert "<a> & b" in [text.text for text in ElementTree.fromstring(svg).findall(f"{SVG}text")]
+
+
+@pytest.mark.parametrize(
+    ("data", "asked", "thinks"),
+    [("train", "data", True), ("strip", "data", False), ("train", "off", False), ("strip", "on", True)],
+)
+def test_the_template_is_asked_for_the_thinking_that_is_served(files, tmp_path, data, asked, thinks):
+    config = options(files, data={"thinking": data}, thinking=asked, limit=1)
+    assert template_options(config) == {"enable_thinking": thinks, "thinking": thinks}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(files / "target")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "thinks")
+    changed = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": tmp_path / "thinks"})}
+    )
+    (prompt,) = load_held_out(changed)
+    assert prompt.ids == (*PROMPTS[0], 8 if thinks else 9)
+
+
+def test_a_drafter_is_read_without_its_optimizer(files, tmp_path):
+    _, drafter, *_ = train_drafter("llama")
+    state = {"weights": dict(drafter.state_dict()), "optimizer": {}, "state": {}, "drafter": drafter.config}
+    write_checkpoint(tmp_path / "ckpt", **state)
+    (tmp_path / "ckpt" / OPTIMIZER).unlink()
+    assert load_drafter(tmp_path / "ckpt").config == drafter.config
+
+
+def draftmill(files, *words: str) -> subprocess.CompletedProcess[str]:
+    given = [
+        "--model.path", str(files / "target"), "--model.dtype", "float32",
+        "--eval.prompts", str(files / "prompts.jsonl"), "--eval.max-new-tokens", "8",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "services.cli", "eval", str(files / "ckpt"), *given, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_writes_json_and_a_picture(files, tmp_path):
+    svg = tmp_path / "by_position.svg"
+    ran = draftmill(files, "--block-sizes", "2,6", "--picture", str(svg), "--json", "--device", "cpu")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert [each["block_size"] for each in found["block_sizes"]] == [2, 6] and found["lossless"] is True
+    assert found["speedup"] > 0 and len(curves(svg.read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--block-sizes", "4,x"], "--block-sizes 4,x: must be whole numbers"),
+        (["--top-p", "0.9"], "give a --temperature too"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_mean(files, words, told):
+    ran = draftmill(files, *words)
+    assert ran.returncode == ExitCode.CONFIGURATION and told in ran.stderr.replace("\n", " ")

@@ -1,0 +1,103 @@
+"""The files of an evaluator: held while they are read, the best kept, a history without a half line."""
+
+import shutil
+
+import pytest
+
+from protocol.errors import CheckpointError
+from services.evaluator import kept as kept_module
+from services.evaluator.kept import BEST, History, Kept
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Makes `ckpt-0-<step>-d` with two files whose content is the step."""
+
+    def make(step: int):
+        folder = tmp_path / "checkpoints" / f"ckpt-0-{step}-d"
+        folder.mkdir(parents=True)
+        for name in ("model.safetensors", "state.json"):
+            (folder / name).write_text(str(step))
+        return folder
+
+    return make
+
+
+def read(folder) -> str:
+    return (folder / "model.safetensors").read_text() + (folder / "state.json").read_text()
+
+
+def test_a_held_checkpoint_outlives_its_removal(tmp_path, checkpoints):
+    source = checkpoints(4)
+    held = Kept(tmp_path).hold(source)
+    assert held.joinpath("state.json").samefile(source / "state.json")  # a link: no second copy
+    shutil.rmtree(source)
+    assert read(held) == "44"
+    assert Kept(tmp_path).hold(source) == held  # also for the next process
+
+
+def test_a_checkpoint_that_is_gone_is_named_and_leaves_nothing(tmp_path, checkpoints):
+    source = checkpoints(4)
+    shutil.rmtree(source)
+    with pytest.raises(CheckpointError, match="ckpt-0-4-d: it was removed"):
+        Kept(tmp_path).hold(source)
+    assert list((tmp_path / "evaluated").iterdir()) == []
+
+
+def test_the_best_replaces_the_former_and_the_rest_is_let_go(tmp_path, checkpoints):
+    kept = Kept(tmp_path)
+    assert kept.best() is None
+    for step in (4, 8, 12):
+        held = kept.hold(checkpoints(step))
+        kept.write_figures(held, {"step": step})
+        if step != 12:
+            kept.promote(held)
+        kept.release()
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert read(tmp_path / BEST) == "88"
+    assert kept.figures(tmp_path / BEST) == {"step": 8}
+    assert [folder.name for folder in (tmp_path / "evaluated").iterdir()] == ["ckpt-0-8-d"]
+
+
+def test_a_run_that_is_moved_keeps_its_best(tmp_path, checkpoints):
+    kept = Kept(tmp_path)
+    kept.promote(kept.hold(checkpoints(4)))
+    moved = shutil.copytree(tmp_path, tmp_path / "moved", symlinks=True)
+    shutil.rmtree(tmp_path / "evaluated")
+    assert read(moved / BEST) == "44" and Kept(moved).best() == moved / "evaluated" / "ckpt-0-4-d"
+
+
+def test_what_was_finished_is_found_after_a_restart_and_what_was_not_is_released(tmp_path, checkpoints):
+    kept = Kept(tmp_path)
+    done, _half = kept.hold(checkpoints(4)), kept.hold(checkpoints(8))
+    kept.write_figures(done, {"step": 4})
+    again = Kept(tmp_path)
+    assert again.evaluated() == [done]
+    again.promote(done)
+    again.release()
+    assert [folder.name for folder in (tmp_path / "evaluated").iterdir()] == [done.name]
+
+
+def test_without_hard_links_files_are_copied(tmp_path, checkpoints, monkeypatch):
+    def refuse(_source, _name):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(kept_module.os, "link", refuse)
+    source = checkpoints(4)
+    held = Kept(tmp_path).hold(source)
+    assert read(held) == "44" and not held.joinpath("state.json").samefile(source / "state.json")
+
+
+def test_the_history_loses_half_a_line_and_nothing_else(tmp_path):
+    history = History(tmp_path / "acceptance.jsonl")
+    assert history.read() == []
+    history.append({"step": 4})
+    history.append({"step": 8})
+    with (tmp_path / "acceptance.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    assert history.read() == [{"step": 4}, {"step": 8}]
+    history.append({"step": 12})
+    assert [line["step"] for line in history.read()] == [4, 8, 12]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        history.append({"loss": float("nan")})
+    assert len(history.read()) == 3
