@@ -82,7 +82,6 @@ class Server:
         self._next_probe_s = self._next_status_s = self._next_exit_s = 0.0
         self._audit: tuple[int, int] | None = None
         self._steps = StepLog(config)
-        self._evaluation = Evaluation(config.run.dir)
         upload = config.checkpoint.upload
         self._uploader = Uploader(upload, self._checkpoints) if upload else None
 
@@ -219,7 +218,6 @@ class Server:
         self.board.snapshot = snapshot(
             self.core, name=self._config.run.dir.name, now_s=now_s, started_s=self._started_s,
             arena=arena_space(self._folder), audit=self._audit, upload=self._upload_state(),
-            evaluation=self._evaluation.newest(),
         )  # fmt: skip
         self.board.unhealthy = self._unhealthy(now_s)
 
@@ -340,9 +338,9 @@ def main(config: Config) -> ExitCode:
     identity, size = identity_and_size(config, data)
     with disk_full(config.run.dir), FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(config.run.dir / "ledger.sqlite", identity)
+        ledger.name_datasets(data.places)
         folder = private_folder(arena_folder(config))
         endpoint = control_endpoint(config)
-        ledger.name_datasets(data.places)
         keys = load_server_keys(Path(config.coordinator.keys)) if config.coordinator.keys else None
         targets, drafters = devices(config)
         core = Coordinator(

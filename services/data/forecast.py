@@ -16,9 +16,8 @@ import numpy as np
 
 from protocol.errors import ModelError
 from services.config.schema import Config
-from services.data.dataset import Dataset
-from services.data.training_data import TrainingData
 from services.data.plan import Schedule, rows_limit
+from services.data.training_data import TrainingData
 from services.dflash.drafter_config import DrafterConfig
 from services.transport.layout import bytes_per_token, slot_bytes
 
@@ -53,8 +52,8 @@ class Counts(NamedTuple):
     padding_share: float  # of the target's forward
     largest_forward: int  # positions, padding included
     steps: int
-    tokens_of_all_epochs: int
     steps_per_epoch: int
+    tokens_of_all_epochs: int
 
 
 class Memory(NamedTuple):
@@ -77,6 +76,7 @@ class Forecast(NamedTuple):
     arena_bytes: int  # of all targets of this host, each with a dead predecessor
     hours: float | None  # None: no rates given
     targets_per_drafter: float | None
+    advised: tuple[int, int] | None  # targets and drafters, of as many roles as the options name
 
 
 def forecast(
@@ -95,6 +95,7 @@ def forecast(
         2 * config.target.count * config.target.slots * slot,
         None if rates is None else _hours(config, counts, rates),
         None if rates is None else rates.drafter_tokens_per_s / rates.target_tokens_per_s,
+        None if rates is None else best_split(config.target.count + config.drafter.count, rates),
     )  # fmt: skip
 
 
@@ -112,8 +113,8 @@ def count(config: Config, data: TrainingData) -> Counts:
         packs=len(batches), tokens_per_pack=(low, round(float(real.mean())), high),
         padding_share=float(1 - real.sum() / padded.sum()), largest_forward=int(padded.max()),
         steps=schedule.total_steps, steps_per_epoch=schedule.steps_in_epoch(0),
-    )  # fmt: skip
         tokens_of_all_epochs=sum(int(data.of(e).lengths.sum()) for e in range(config.run.epochs)),
+    )  # fmt: skip
 
 
 def target_memory(config: Config, target: TargetShape, positions: int, slot: int) -> Memory:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -35,13 +33,17 @@ def show(made: Forecast, config: Config) -> RenderableType:
 
 
 def _time_rows(made: Forecast, config: Config) -> list[tuple[str, str]]:
-    if made.hours is None or made.targets_per_drafter is None:
+    if made.hours is None or made.targets_per_drafter is None or made.advised is None:
         return [("time", "unknown; give --target-rate and --drafter-rate, as `draftmill status` shows them")]
     rate = made.counts.tokens_of_all_epochs / (made.hours * 3600)
     (targets, drafters), each = made.advised, made.targets_per_drafter
     return [
         ("time", f"{made.hours:.1f} h at {rate:,.0f} tok/s, {size(int(rate * made.bytes_per_token))}/s"),
-        ("advice", f"{math.ceil(drafters * each)} targets keep {drafters} drafters busy, {each:.2f} each"),
+        (
+            "advice",
+            f"{targets} targets and {drafters} drafters are the fastest of {targets + drafters} roles; "
+            f"{each:.2f} targets keep a drafter busy",
+        ),
     ]  # fmt: skip
 
 

@@ -14,35 +14,39 @@ from protocol.errors import ModelError
 from services.config.load import REQUIRED, Loaded, load
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
+_WANTED = ("*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
+_WEIGHTS = "*.safetensors"
 _OTHER_COPIES = ("original/*", "consolidated*", "onnx/*")
 
 
 def load_local(
-    file: Path | None = None, flags: Sequence[tuple[str, str]] = (), needs: Sequence[str] = REQUIRED
-) -> Loaded:
-    """As `load`, with the target's files on this machine. Raises ConfigError, ModelError."""
+    file: Path | None = None, flags: Sequence[tuple[str, str]] = (), needs: Sequence[str] = REQUIRED,
+    *, weights: bool = True,
+) -> Loaded:  # fmt: skip
+    """As `load`, with the target's files (or all but its weights) here. Raises ConfigError, ModelError."""
     loaded = load(file, flags, needs=needs)
     model = loaded.config.model
-    folder = local_folder(model.path)
+    folder = local_folder(model.path, weights=weights)
     if folder == model.path:
         return loaded
     changed = loaded.config.model_copy(update={"model": model.model_copy(update={"path": folder})})
     return loaded._replace(config=changed)
 
 
-def local_folder(path: str, cache: Path | None = None) -> str:
+def local_folder(path: str, cache: Path | None = None, *, weights: bool = True) -> str:
     """`path` itself if it is a folder or no hub id (then who opens it says so), else its snapshot.
 
-    `cache` None is Hugging Face's own. Raises ModelError when the files can be had from nowhere.
+    Without `weights` only what describes the model is downloaded. `cache` None is Hugging Face's own. Raises
+    ModelError when the files can be had from nowhere.
     """
     if Path(path).exists() or not _HUB_ID.fullmatch(path):
         return path
     from huggingface_hub import constants, snapshot_download
 
+    wanted = [*_WANTED, _WEIGHTS] if weights else list(_WANTED)
     try:
         return snapshot_download(
-            path, cache_dir=cache, allow_patterns=list(_WANTED), ignore_patterns=list(_OTHER_COPIES)
+            path, cache_dir=cache, allow_patterns=wanted, ignore_patterns=list(_OTHER_COPIES)
         )
     except OSError as error:  # connection, unknown or gated repository, nothing in the cache
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error)

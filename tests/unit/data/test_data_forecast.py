@@ -16,6 +16,7 @@ from services.data.dataset import Sample
 from services.data.forecast import (
     Rates,
     TargetShape,
+    best_split,
     drafter_memory,
     forecast,
     plan_of_run,
@@ -24,8 +25,8 @@ from services.data.forecast import (
 )
 from services.data.forecast_view import show, size
 from services.data.plan import Schedule, padded_length
-from services.data.writer import write_dataset
 from services.data.training_data import TrainingData
+from services.data.writer import write_dataset
 from services.dflash.drafter_config import DrafterConfig
 
 EDGES = (16, 32, 64)
@@ -87,6 +88,25 @@ def test_hours_follow_the_slower_side_and_the_advice_their_ratio(dataset):
     made = forecast(config, TrainingData(dataset), EIGHT_B, EIGHT_B_DRAFTER, Rates(100.0, 500.0))
     assert made.hours == pytest.approx(3 * made.counts.tokens / 200 / 3600)
     assert made.targets_per_drafter == 5.0
+    assert made.advised == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("roles", "rates", "best"),
+    [
+        (8, Rates(6.0, 10.0), (5, 3)),
+        (8, Rates(1.0, 1.0), (4, 4)),
+        (2, Rates(1.0, 9.0), (1, 1)),
+        (8, Rates(1.0, 100.0), (7, 1)),
+    ],
+)
+def test_the_advised_split_is_the_fastest_of_all(roles, rates, best):
+    assert best_split(roles, rates) == best
+    speeds = {
+        (t, roles - t): min(t * rates.target_tokens_per_s, (roles - t) * rates.drafter_tokens_per_s)
+        for t in range(1, roles)
+    }
+    assert speeds[best] == max(speeds.values())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +170,7 @@ def test_the_whole_forecast_is_printed(tmp_path, dataset):
         vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4
     ).save_pretrained(model)
     config = config_of(dataset.path, drafter=Drafter(layers=2, taps=2))
-    for rates, words in ((None, "unknown"), (Rates(50.0, 100.0), "2 targets keep 1 drafters busy")):
+    for rates, words in ((None, "unknown"), (Rates(50.0, 100.0), "2.00 targets keep a drafter busy")):
         console = Console(file=io.StringIO(), width=160)
         console.print(show(plan_of_run(config, model, rates), config))
         printed = console.file.getvalue()

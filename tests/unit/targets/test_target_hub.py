@@ -40,6 +40,15 @@ def test_a_cached_hub_id_is_its_snapshot(offline):
     assert load_target(loaded.config.model.path).config.num_hidden_layers == 7
 
 
+def test_a_description_without_weights_is_enough_where_nothing_is_loaded(offline):
+    snapshot = cached(offline, "someone/tiny-1.5B")
+    for file in snapshot.glob("*.safetensors"):
+        file.unlink()
+    flags = [("--model.path", "someone/tiny-1.5B"), ("--data.path", "data")]
+    found = Path(load_local(None, flags, weights=False).config.model.path)
+    assert found == snapshot and (found / "config.json").is_file()
+
+
 def test_an_unknown_hub_id_is_refused_with_the_remedy(offline):
     with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set.*hf download someone/none"):
         local_folder("someone/none", offline)
