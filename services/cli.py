@@ -24,6 +24,7 @@ from rich.text import Text
 
 from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
+from services.cli_eval import evaluate
 from services.cli_runs import ConfigFile, runs
 from services.config.environment import keep_compiled
 from services.config.load import Loaded, load, refuse
@@ -204,6 +205,15 @@ def drafter(context: typer.Context, config: ConfigFile = None, index: Index = No
     leave_or_rest(code, linger=loaded.config.watch.linger)
 
 
+@app.command()
+def evaluator(context: typer.Context, config: ConfigFile = None) -> None:
+    """Acceptance length and held-out loss of recorded checkpoints, while the run trains."""
+    loaded = _role(context, config, "evaluator", None)
+    from services.evaluator.evaluator import main as evaluate_run
+
+    leave_or_rest(evaluate_run(loaded.config), linger=loaded.config.watch.linger)
+
+
 app.add_typer(runs)
 
 
@@ -223,31 +233,7 @@ def check(
     refuse(report.findings)
 
 
-@app.command(name="eval")
-def evaluate(
-    context: typer.Context,
-    checkpoint: Annotated[Path, typer.Argument(help="training checkpoint, or a drafter in z-lab's layout")],
-    config: ConfigFile = None,
-    device: Annotated[str, typer.Option(help="e.g. cpu, cuda:0; empty: the first GPU, else the CPU")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table")] = False,
-) -> None:
-    """Speculative decoding with the target on the held-out prompts of eval.prompts."""
-    options = load_local(config, context.obj, needs=["model.path"]).config
-    import torch
-
-    from services.dflash.evaluate import run_eval
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=None)
-        found = run_eval(
-            checkpoint, options, device=device,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
-        )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1))
-    else:
-        Console().print(found.table())
+app.command(name="eval")(evaluate)
 
 
 @app.command()

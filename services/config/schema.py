@@ -235,6 +235,25 @@ class Eval(Options):
     prompts: str = option("", description="JSONL of held-out prompts; empty: no evaluation")
     max_new_tokens: Positive = option(128, description="answer length limit")
     limit: Annotated[int, Field(ge=0)] = option(0, description="prompts used; 0: all")
+    thinking: Literal["data", "on", "off"] = option(
+        "data", description="what the chat template is asked for; data: what data.thinking says"
+    )
+    validation_limit: Annotated[int, Field(ge=0)] = option(
+        256, description="held-out samples of the dataset that the evaluator uses; 0: all"
+    )
+
+
+class Evaluator(Options):
+    count: Annotated[int, Field(ge=0, le=1)] = option(
+        0, description="1: `up` starts an evaluator of recorded checkpoints"
+    )
+    gpu: str = option(
+        "", description="its device, e.g. 7 or cpu; empty: the first GPU that no role has, cpu without GPUs"
+    )
+    share: Annotated[float, Field(gt=0.0, le=1.0)] = option(
+        1.0, description="share of its time that it may work, to leave a shared device to others"
+    )
+    threads: Annotated[int, Field(ge=0)] = option(0, description="its CPU threads; 0: torch's default")
 
 
 class Watch(Options):
@@ -278,6 +297,7 @@ class Config(Options):
     coordinator: Coordinator = Coordinator()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
+    evaluator: Evaluator = Evaluator()
     watch: Watch = Watch()
     log: Log = Log()
     profile: Profile = Profile()

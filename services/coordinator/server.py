@@ -82,6 +82,7 @@ class Server:
         self._next_probe_s = self._next_status_s = self._next_exit_s = 0.0
         self._audit: tuple[int, int] | None = None
         self._steps = StepLog(config)
+        self._evaluation = Evaluation(config.run.dir)
         upload = config.checkpoint.upload
         self._uploader = Uploader(upload, self._checkpoints) if upload else None
 
@@ -218,6 +219,7 @@ class Server:
         self.board.snapshot = snapshot(
             self.core, name=self._config.run.dir.name, now_s=now_s, started_s=self._started_s,
             arena=arena_space(self._folder), audit=self._audit, upload=self._upload_state(),
+            evaluation=self._evaluation.newest(),
         )  # fmt: skip
         self.board.unhealthy = self._unhealthy(now_s)
 
