@@ -44,7 +44,6 @@ def test_arrival_order_waits_for_min_ready():
         ({"target": {"slots": 6}}, "target.slots"),
         ({"coordinator": {"in_flight_cap_packs": 6}}, "coordinator.in_flight_cap_packs"),
         ({"evaluator": {"count": 1}}, "eval.prompts"),
-        ({"evaluator": {"count": 1}}, "eval.prompts"),
     ],
 )
 def test_each_rule_names_its_options(sections, option):
