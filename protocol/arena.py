@@ -204,7 +204,7 @@ class Arena:
         self.memory[_HANDLE_AT : _HANDLE_AT + HANDLE_BYTES] = handle
 
     def check_file(self) -> None:
-        """RetryError unless the file still has its name and size: without, readers that come cannot map it."""
+        """RetryError unless the file still has its name and size: else new readers could not map it."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:

@@ -108,3 +108,18 @@ def test_only_the_configuration_reads_the_environment():
         if "os.environ" in file.read_text() or "os.getenv" in file.read_text()
     ]
     assert [file for file in readers if not file.startswith("services/config/")] == []
+
+
+def test_nothing_is_unpickled():
+    """What arrives over a socket or lies on a disk must never run: no pickle, nothing that contains one."""
+    forbidden = ["pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"]
+    assert broken("protocol", *forbidden) + broken("services", *forbidden) == []
+    calls = ("torch.load(", "_object(", "_object_list(", "allow_pickle=True", "weights_only=False")
+    readers = [
+        f"{file.relative_to(ROOT)}: {call}"
+        for folder in ("protocol", "services")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for call in calls
+        if call in file.read_text()
+    ]
+    assert readers == []

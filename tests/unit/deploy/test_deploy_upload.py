@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Callable
 
 import pytest
 
@@ -24,12 +25,18 @@ def checkpoint(root, name: str, size: int = 1000) -> None:
 
 def settle(uploader: Uploader, names: list[str]) -> None:
     """Offer again and again, as the coordinator does, until all is there."""
+
+    def settled() -> bool:
+        uploader.offer(names)
+        return not uploader.pending
+
+    until(settled, uploader)
+
+
+def until(reached: Callable[[], bool], uploader: Uploader) -> None:
     pause, deadline_s = subprocess.Popen(["sleep", "60"]), time.monotonic() + 30
     try:
-        while True:
-            uploader.offer(names)
-            if not uploader.pending:
-                return
+        while not reached():
             assert time.monotonic() < deadline_s, f"{uploader.pending} pending, {uploader.errors} errors"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pause.wait(0.02)
@@ -69,9 +76,7 @@ def test_a_copy_that_fails_leaves_no_mark_and_is_tried_again(tmp_path):
     there.write_text("a file where a folder should be")
     uploader = Uploader(str(there), root)
     uploader.offer(["ckpt-0-4-d"])
-    deadline_s = time.monotonic() + 30
-    while uploader.errors == 0:
-        assert time.monotonic() < deadline_s
+    until(lambda: uploader.errors > 0, uploader)
     there.unlink()
     settle(uploader, ["ckpt-0-4-d"])
     assert (there / "ckpt-0-4-d" / MARK).exists()

@@ -125,3 +125,24 @@ def test_bad_prompts_are_named(tmp_path, text, words):
         load_prompts(tmp_path / "p.jsonl", Words())
     with pytest.raises(DataError, match="no such file"):
         load_prompts(tmp_path / "q.jsonl", Words())
+
+
+@pytest.mark.parametrize("kind", ["llama", "of-nobody-else"])
+def test_code_that_comes_with_a_model_is_never_run(tmp_path, kind):
+    """Neither for an architecture that only it describes, nor for one that the library knows."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Evil: ...\n")
+    names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    tokenizer = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": names}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    refused = []
+    for load in (load_text_config, load_tokenizer, load_target):
+        try:
+            load(folder)
+        except ModelError:
+            refused.append(load)
+    assert load_target in refused and load_tokenizer in refused
+    assert (load_text_config in refused) == (kind != "llama")
+    assert not ran.exists()
