@@ -166,6 +166,8 @@ class Evaluator:
             self._kept.write_figures(held, line)
             self._settle(held)
         self._kept.release()
+        if self._target.device.type == "cuda":
+            torch.cuda.empty_cache()  # of a device that may be shared; only the target stays while it waits
 
     def _evaluate(self, found: Recorded, held: Path) -> dict[str, Any]:
         began_s = self._since_s = time.monotonic()

@@ -34,7 +34,7 @@ def test_config_shows_every_option_with_its_value_and_origin(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "coordinator", "target", "drafter", "check", "plan", "status", "stop"]
+    "command", ["up", "coordinator", "target", "drafter", "evaluator", "check", "plan", "status", "stop"]
 )
 def test_every_command_refuses_a_wrong_option_in_one_block_and_leaves_the_disk_alone(tmp_path, command):
     ran = draftmill(command, *NEEDED, "--target.slot", "3", "--run.epochs", "none", folder=tmp_path)

@@ -31,7 +31,10 @@ def board(tmp_path, dataset):  # noqa: F811
         cluster.turn()
     board = Board(on_stop=lambda: None)
     arena = ArenaSpace(3 << 20, 61 << 20, 64 << 20)
-    board.snapshot = snapshot(cluster.core, name="a <b>run", now_s=cluster.now_s, started_s=0.0, arena=arena)
+    board.snapshot = snapshot(
+        cluster.core, name="a <b>run", now_s=cluster.now_s, started_s=0.0, arena=arena,
+        evaluation={"step": 4, "acceptance_length": 2.5},
+    )  # fmt: skip
     board.unhealthy = ""
     return board
 
@@ -64,6 +67,7 @@ def test_it_shows_the_figures_of_metrics_without_a_word_on_the_console(url, boar
     assert visited.console == []
     seen, served = shown(visited.dom), scraped(url)
     assert {"draftmill_step", "draftmill_in_flight_packs", "draftmill_slots_used"} <= seen.keys()
+    assert seen["draftmill_evaluated_acceptance_tokens"] == 2.5
     assert seen == {name: served[name] for name in seen}
     assert "a &lt;b&gt;run" in visited.dom and "target 0" in visited.dom
     for event in board.snapshot["events"]:

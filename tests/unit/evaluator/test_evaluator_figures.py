@@ -92,6 +92,14 @@ def test_the_loss_of_a_drafter_that_knows_nothing_is_that_of_a_guess(validation,
     assert found.loss == pytest.approx(math.log(97), rel=1e-4)
 
 
+def test_kl_is_measured_against_the_targets_own_distribution(tmp_path, trained, validation):
+    options = config(tmp_path, recipe={"loss": "kl"})
+    found = Validation.open(options).measure(trained.target, trained.drafter, lambda: None)
+    plain = validation.measure(trained.target, trained.drafter, lambda: None)
+    assert 0.0 < found.loss != plain.loss
+    assert found.accuracy_by_position == plain.accuracy_by_position
+
+
 def test_the_limit_of_held_out_samples_counts(tmp_path, trained, validation):
     few = config(tmp_path, eval={"prompts": "none", "validation_limit": 3})
     assert sum(map(len, Validation(few, Dataset.open(tmp_path / "data" / "validation")).packs)) == 3
