@@ -7,6 +7,7 @@ from rich.table import Table
 
 from services.config.schema import Config
 from services.data.forecast import Forecast, Memory
+from services.local.view import size
 
 
 def show(made: Forecast, config: Config) -> RenderableType:
@@ -50,13 +51,3 @@ def _time_rows(made: Forecast, config: Config) -> list[tuple[str, str]]:
 def _memory_row(memory: Memory) -> str:
     parts = ", ".join(f"{name} {size(taken)}" for name, taken in memory.parts.items() if taken)
     return f"about {size(memory.total)}: {parts}"
-
-
-def size(count_bytes: int) -> str:
-    """`1.5 GiB`, by powers of 1024."""
-    value, unit = float(count_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -76,12 +76,13 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
+    """Bytes in binary units, to three digits: `1.5 GiB`, `1023 B`."""
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
 
 
 def _headline(status: Status, restarts: int) -> RenderableType:

@@ -23,7 +23,7 @@ from services.data.forecast import (
     read_target,
     target_memory,
 )
-from services.data.forecast_view import show, size
+from services.data.forecast_view import show
 from services.data.plan import Schedule, padded_length
 from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
@@ -177,11 +177,3 @@ def test_the_whole_forecast_is_printed(tmp_path, dataset):
         assert words in printed
         for title in ("packs an epoch", "padding", "steps", "a target", "a drafter", "arenas"):
             assert title in printed
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 * 2**30, "200 GiB"), (2**41, "2.0 TiB")],
-)
-def test_sizes_are_read_by_people(count, text):
-    assert size(count) == text

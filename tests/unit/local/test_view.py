@@ -87,4 +87,12 @@ def test_the_plain_line_says_the_same_in_one_line():
 
 def test_durations_and_sizes():
     assert [duration(value) for value in (None, 45.2, 200, 3720)] == ["-", "45s", "3m20s", "1h02m"]
-    assert [size(value) for value in (12, 1536, 3 << 30)] == ["12 B", "1.5 KiB", "3 GiB"]
+    sizes = {
+        0: "0 B",
+        1023: "1023 B",
+        1536: "1.5 KiB",
+        3 << 30: "3 GiB",
+        200 << 30: "200 GiB",
+        1 << 51: "2048 TiB",
+    }
+    assert {value: size(value) for value in sizes} == sizes
