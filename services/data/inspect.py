@@ -22,6 +22,7 @@ from services.data.dataset import Dataset, Sample
 from services.data.prepare import tokenizer_fingerprint
 from services.data.statistics import PERCENTILES, describe
 from services.data.turns import ChatTemplate
+from services.dflash.drafter_config import choose_mask_token_id
 
 SUPERVISED, PROMPT, SPECIAL = "black on green3", "grey62", "bold magenta"
 FEW_SUPERVISED = 0.02
@@ -72,8 +73,9 @@ def find_warnings(dataset: Dataset, target: Target | None) -> list[str]:
         )
     if statistics["supervised_share"] < FEW_SUPERVISED:
         found.append(f"only {statistics['supervised_share']:.1%} of the tokens are supervised")
-    if statistics["duplicates"] > MANY_DUPLICATES * rows:
-        found.append(f"{statistics['duplicates']} of {rows} samples are duplicates")
+    duplicates = statistics["duplicates"] - dataset.info.get("copies_by_weight", 0)
+    if duplicates > MANY_DUPLICATES * rows:
+        found.append(f"{duplicates} of {rows} samples are duplicates")
     for note, text in SPECIAL_NOTES.items():
         count = dataset.info.get("notes", {}).get(note, 0)
         if count:
@@ -87,10 +89,13 @@ def _target_warnings(dataset: Dataset, target: Target) -> list[str]:
     if target.stop_ids and not seen & target.stop_ids:
         names = ", ".join(repr(target.tokenizer.decode([token])) for token in sorted(target.stop_ids))
         found.append(f"no answer ends with a stop token ({names}): the drafter will not learn to stop")
-    mask = getattr(target.tokenizer, "mask_token_id", None)
-    if mask is not None and _contains(dataset, mask):
-        name = target.tokenizer.mask_token
-        found.append(f"the mask token {name!r} ({mask}) is in the data; set drafter.mask_token_id")
+    mask = _mask_row(dataset, target)
+    if mask is not None and (count := _occurrences(dataset, mask)):
+        name = target.tokenizer.decode([mask])
+        found.append(
+            f"the mask token {name!r} ({mask}) is in the data, {count} times; set drafter.mask_token_id to a "
+            "row that it never uses"
+        )
     recorded = dataset.info.get("tokenizer_sha256")
     if recorded and recorded != tokenizer_fingerprint(target.tokenizer):
         found.append(f"prepared with another tokenizer than {target.name}'s: prepare it again")
@@ -115,8 +120,17 @@ def _supervised_ids(dataset: Dataset, tokenizer: Any) -> frozenset[int]:
     return frozenset(np.flatnonzero(seen).tolist())
 
 
-def _contains(dataset: Dataset, token: int) -> bool:
-    return any(bool((block.input_ids == token).any()) for block in dataset.blocks())
+def _mask_row(dataset: Dataset, target: Target) -> int | None:
+    """What drafters of this target get as their mask unless an option names another; None: no such row."""
+    rows = dataset.info.get("embedding_rows") or len(target.tokenizer)
+    try:
+        return choose_mask_token_id(target.tokenizer, rows, target.stop_ids)
+    except ModelError:
+        return None  # `draftmill check` says so
+
+
+def _occurrences(dataset: Dataset, token: int) -> int:
+    return sum(int((block.input_ids == token).sum()) for block in dataset.blocks())
 
 
 def _load_target(name: str | None, dataset: Dataset) -> Target | None:

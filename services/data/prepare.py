@@ -108,7 +108,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.file, self.line, self.position = 0, 0, 0
-        self.written, self.held_out, self.templated = 0, 0, 0
+        self.written, self.held_out, self.templated, self.copies = 0, 0, 0, 0
         self.skipped: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
 
@@ -117,7 +117,7 @@ class Counts:
         counts = cls()
         if stored is not None:
             counts.file, counts.line, counts.position = stored["file"], stored["line"], stored["position"]
-            for name in ("written", "held_out", "templated"):
+            for name in ("written", "held_out", "templated", "copies"):
                 setattr(counts, name, stored[name])
             counts.skipped.update(stored["skipped"])
             counts.notes.update(stored["notes"])
@@ -156,6 +156,7 @@ def _copies(row: Row, weight: float, counts: Counts) -> int:
     copies = int(weight) + drawn_below(weight % 1.0, "weight", row.sample.input_ids)
     if copies != 1:
         counts.notes["left out by its weight" if copies == 0 else "repeated by its weight"] += 1
+    counts.copies += max(0, copies - 1)
     return copies
 
 
@@ -248,6 +249,7 @@ def _info(inputs: Sequence[Path], converter: Converter, options: Data, counts: C
         "on_bad_line": options.on_bad_line,
         "on_too_long": options.on_too_long,
         "weights": list(options.weights),
+        "copies_by_weight": counts.copies,
         "validation_rows": counts.held_out,
         "skipped": dict(sorted(counts.skipped.items())),
         "notes": dict(sorted(counts.notes.items())),

@@ -10,7 +10,7 @@ JSON lines in order of completion, an answer a line:
 
 Our own generation writes the tokens as they were generated, so `prepare` needs no template to find the
 answer again. Stopped at any time and started again it asks only what OUT lacks; OUT made with other
-options is refused. Torch-free: who answers is handed in.
+options or of other prompts is refused. Torch-free: who answers is handed in.
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ class Answer(NamedTuple):
     tokens: tuple[list[int], int] | None
 
 
+class Done(NamedTuple):
+    """Of an answer that is there already."""
+
+    finish: str
+    prompt: bytes
+
+
 class Refused(NamedTuple):
     """A prompt that cannot be answered, whoever is asked again."""
 
@@ -115,8 +122,8 @@ def regenerate(
     finishes: Counter[str] = Counter()
     with output.open("a+b") as stream:
         done = _resume(stream, output, ask)
-        finishes.update(done.values())
-        missing = _missing(_read_prompts(inputs, on_bad_line, Counter()), ask, done)
+        finishes.update(answer.finish for answer in done.values())
+        missing = _missing(_read_prompts(inputs, on_bad_line, Counter()), ask, done, output)
         refused = 0
         while window := list(islice(missing, WINDOW_ANSWERS)):
             for answer in answerer.answers(window):
@@ -160,20 +167,33 @@ def _payload(row: RawRow) -> Any:
     return parse_line(row.payload, row.line == 1)[0] if isinstance(row.payload, bytes) else row.payload
 
 
-def _missing(prompts: Iterator[Asked], ask: Ask, done: dict[tuple[int, int, int], str]) -> Iterator[Asked]:
+def _missing(
+    prompts: Iterator[Asked], ask: Ask, done: dict[tuple[int, int, int], Done], output: Path
+) -> Iterator[Asked]:
     for first in prompts:
         for number in range(ask.answers):
-            if (*first.source, number) not in done:
+            there = done.get((*first.source, number))
+            if there is None:
                 yield first._replace(number=number)
+            elif there.prompt != _prompt_digest(first.messages, first.tools):
+                raise DataError(
+                    f"{output}: has an answer to another prompt than input {first.source[0]}, line "
+                    f"{first.source[1]}; give the inputs that it was made from, or name another output"
+                )
 
 
-def _resume(stream: BinaryIO, output: Path, ask: Ask) -> dict[tuple[int, int, int], str]:
-    """(input, line, number) -> finish of every answer that is there; a line cut by a kill is removed."""
+def _prompt_digest(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bytes:
+    text = json.dumps([messages, tools or None], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _resume(stream: BinaryIO, output: Path, ask: Ask) -> dict[tuple[int, int, int], Done]:
+    """By (input, line, number) every answer that is there; a line cut by a kill is removed."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise AlreadyRunning(f"{output}: another process is writing it; wait for it, or stop it") from None
-    done: dict[tuple[int, int, int], str] = {}
+    done: dict[tuple[int, int, int], Done] = {}
     whole = 0
     stream.seek(0)
     for number, raw in enumerate(stream, start=1):
@@ -183,6 +203,7 @@ def _resume(stream: BinaryIO, output: Path, ask: Ask) -> dict[tuple[int, int, in
         try:
             row = json.loads(raw)
             key, made_with = (*row["source"], row["answer"]), row["ask"]
+            answer = Done(row["finish"], _prompt_digest(row["messages"][:-1], row.get("tools")))
         except (ValueError, KeyError, TypeError):
             raise DataError(
                 f"{output}, line {number}: no answer of `draftmill regenerate`; name another"
@@ -191,7 +212,7 @@ def _resume(stream: BinaryIO, output: Path, ask: Ask) -> dict[tuple[int, int, in
             raise DataError(f"{output}: made for another model or with other options; name another output")
         if key in done:
             raise DataError(f"{output}, line {number}: an answer that is there already; remove the line")
-        done[key] = row["finish"]
+        done[key] = answer
     stream.truncate(whole)
     stream.seek(0, os.SEEK_END)
     return done

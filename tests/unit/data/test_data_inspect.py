@@ -86,15 +86,36 @@ def sample(ids, mask):
 
 
 def test_masks_duplicates_stop_tokens_and_mask_ids_are_warned_of(tmp_path):
-    model = save_model(tmp_path / "model", mask_token="<pad>")
-    pad = make_tokenizer().pad_token_id
-    write_dataset(tmp_path / "d", [sample([5, 6, pad], [1, 1, 1]), sample([5, 6, pad], [1, 1, 1])], {})
+    model = save_model(tmp_path / "model", mask_token="<|call|>")
+    mask = make_tokenizer().convert_tokens_to_ids("<|call|>")
+    write_dataset(tmp_path / "d", [sample([5, 6, mask], [1, 1, 1]), sample([5, 6, mask], [1, 1, 1])], {})
     warnings, _ = look(tmp_path / "d", tokenizer=model)
     for words in (
         "2 of 2 samples are supervised throughout", "1 of 2 samples are duplicates",
-        "no answer ends with a stop token ('<|im_end|>')", "the mask token '<pad>'",
+        "no answer ends with a stop token ('<|im_end|>')", f"'<|call|>' ({mask}) is in the data, 2 times",
     ):  # fmt: skip
         assert any(words in warning for warning in warnings), words
+
+
+def test_the_mask_that_a_drafter_would_get_is_looked_for_where_the_tokenizer_has_none(tmp_path):
+    model = save_model(tmp_path / "model")
+    behind = max(make_tokenizer().get_vocab().values()) + 1
+    stop = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    for last, found in ((behind, True), (behind - 1, False)):
+        write_dataset(tmp_path / f"d{found}", [sample([5, last, stop], [0, 1, 1])], {"embedding_rows": 1024})
+        warnings, _ = look(tmp_path / f"d{found}", tokenizer=model)
+        assert any(f"({behind}) is in the data, 1 times" in warning for warning in warnings) is found
+
+
+def test_samples_that_a_weight_repeats_are_no_duplicates(world, tmp_path):
+    path = tmp_path / "in.jsonl"
+    rows = [{"prompt": f"Fox {at}?", "completion": "It jumps."} for at in (0, 1, 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, weight in (("once", 1), ("thrice", 3)):
+        options = Data(path=tmp_path / name, weights=(weight,))
+        prepare([path], tmp_path / name, world[0], options)
+        warnings, _ = look(tmp_path / name)
+        assert [w for w in warnings if "duplicates" in w] == [f"1 of {3 * weight} samples are duplicates"]
 
 
 def test_few_supervised_tokens_and_answers_behind_another_prompt_are_warned_of(tmp_path):

@@ -132,6 +132,9 @@ BAD_LINES = [
     (json.dumps({"input_ids": [1, ROWS], "prompt_length": 0}).encode(), "ids", r"input_ids\[1\] is 1024"),
     (json.dumps({"input_ids": [-1, 2], "prompt_length": 0}).encode(), "ids", r"input_ids\[0\] is -1"),
     (json.dumps({"input_ids": [], "prompt_length": 0}).encode(), "loss mask", "all-zero"),
+    (json.dumps({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}).encode(), "lengths", "3 input_ids and 2"),
+    (json.dumps({"messages": [*chat()["messages"], chat()["messages"][1]]}).encode(), "order", "in a row"),
+    (json.dumps({"messages": [{"role": "bot", "content": "a"}]}).encode(), "role", "has the role 'bot'"),
     (b'"text"', "shape", "must be an object"),
     (b"\xef\xbb\xbf{}", "json", "not JSON"),
 ]
@@ -341,6 +344,7 @@ def test_weights_repeat_and_thin_out_inputs(tmp_path, model):
     assert 20 < files.count(1) < 80
     assert 250 < files.count(2) < 350
     assert info["notes"]["left out by its weight"] == 200 - files.count(1)
+    assert info["copies_by_weight"] == 200 + (files.count(2) - 200)
     with pytest.raises(ConfigError, match=r"data\.weights"):
         prepare(paths, tmp_path / "more", model, Data(path=tmp_path / "more", weights=(1.0,)))
 

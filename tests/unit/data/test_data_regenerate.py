@@ -107,6 +107,21 @@ def test_an_output_of_other_options_or_of_something_else_is_refused(tmp_path):
         regenerate(inputs, inputs[0], Echo(), Ask("m"))
 
 
+def test_an_output_of_other_prompts_is_refused(tmp_path):
+    inputs = [write_prompts(tmp_path / "a.jsonl", 4)]
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(inputs, output, Echo(stop_after=3), Ask("m"))
+    before = output.read_bytes()
+    lines = inputs[0].read_text().splitlines(keepends=True)
+    inputs[0].write_text("".join(reversed(lines)))
+    with pytest.raises(DataError, match="another prompt than input 0, line 2"):
+        regenerate(inputs, output, Echo(), Ask("m"))
+    assert output.read_bytes() == before
+    inputs[0].write_text("".join(lines))
+    assert regenerate(inputs, output, Echo(), Ask("m")).answers == 4
+
+
 def test_one_process_writes_an_output(tmp_path):
     inputs = [write_prompts(tmp_path / "a.jsonl", 2)]
 
