@@ -128,13 +128,12 @@ class ChatTemplate:
             raise _lost(at, "the text behind it depends on it")
         prompt = self.render(messages[:at], tools, prompt=True)
         lead = before[len(prompt) :]
+        before = before if self._prompts else before.rstrip(" ")  # without a prompt, a space is generated
         served = full.startswith(prompt) and len(prompt) <= answer_stop
         if served and (self._prompts or not lead.strip()):
             start = len(prompt)
         elif full.startswith(before):
-            start = len(
-                before if self._prompts else before.rstrip(" ")
-            )  # without a prompt, a space is generated
+            start = len(before)
         else:
             raise _lost(at, "neither the generation prompt nor an equal beginning leads to it")
         self._check_text(full[start:answer_stop], messages[at], at)

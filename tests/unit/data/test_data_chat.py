@@ -91,16 +91,19 @@ PIECES = [
 ]  # fmt: skip
 
 
-def random_chat(rng):
-    def text():
-        while True:
-            made = "".join(rng.choices(PIECES, k=rng.randint(1, 12)))
-            if made.strip() and "### end" not in made:
-                return made
+def random_text(rng):
+    while True:
+        made = "".join(rng.choices(PIECES, k=rng.randint(1, 12)))
+        if made.strip() and "### end" not in made:
+            return made
 
-    messages = [{"role": "system", "content": text()}] if rng.random() < 0.5 else []
+
+def random_chat(rng):
+    messages = [{"role": "system", "content": random_text(rng)}] if rng.random() < 0.5 else []
     for _ in range(rng.randint(1, 4)):
-        messages += [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
+        messages += [
+            {"role": "user", "content": random_text(rng)}, {"role": "assistant", "content": random_text(rng)}
+        ]  # fmt: skip
     return messages
 
 
