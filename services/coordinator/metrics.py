@@ -119,7 +119,7 @@ FAMILIES: tuple[Family, ...] = (
         "draftmill_timeline", "gauge", "history of weights; grows by a roll-back",
         (), _value("timeline"),
     ),
-    Family("draftmill_samples_planned", "gauge", "samples x epochs", (), _value("samples_total")),
+    Family("draftmill_samples_planned", "gauge", "samples of all epochs", (), _value("samples_total")),
     Family(
         "draftmill_samples_committed", "gauge", "samples in the weights",
         (), _value("samples_committed"),
