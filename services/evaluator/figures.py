@@ -5,6 +5,7 @@ acceptance_length, .._by_request        with the target, on eval.prompts; betwee
 by_position                             share of rounds that kept the draft in slot 1, 2, ..
 lossless, ties, differing               against plain decoding: see services/dflash/evaluate.py
 held_out_loss, .._accuracy, ..          on the held-out samples, if there are any
+sampling                                None: greedy
 seconds, at                             taken, rests included; unix time of the end
 best_acceptance_length, best_step       of the history up to here, this line included
 """
@@ -19,7 +20,7 @@ from services.evaluator.held_out import HeldOut
 
 _TAKEN = (
     "acceptance_length", "acceptance_length_by_request", "acceptance_length_by_domain", "by_position",
-    "lossless", "prompts", "tokens", "block_size", "max_new_tokens",
+    "lossless", "prompts", "tokens", "block_size", "max_new_tokens", "sampling",
 )  # fmt: skip
 
 

@@ -68,8 +68,10 @@ def export(
 
 def read_origin(checkpoint: Path) -> Origin:
     """From `state.json` and, of a checkpoint in its run's folder, the ledger. An export has neither."""
-    checkpoint = checkpoint.resolve()  # `best` of a run is a link into a folder of it
-    state_path, ledger = checkpoint / "state.json", checkpoint.parent.parent / LEDGER
+    state_path = checkpoint / "state.json"
+    # `best` of a run is a link into a folder of it
+    runs = (checkpoint.parent.parent, checkpoint.resolve().parent.parent)
+    ledger = next((run / LEDGER for run in runs if (run / LEDGER).is_file()), runs[0] / LEDGER)
     if not state_path.is_file():
         return Origin(None, None, "", None)
     from services.dflash.checkpoint import state_sha256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from services.dflash.drafter_config import derive
 from services.dflash.eval_result import EvalResult
 from services.dflash.export import load_zlab
 from services.dflash.speculate import Generation
+from services.evaluator.agenda import Recorded
+from services.evaluator.figures import line_of
+from services.evaluator.kept import Kept
 from services.models.publish import export
 
 CARD = "---\nlicense: other\nlicense_name: tiny-research\nlicense_link: LICENSE\n---\n# Tiny\n"
@@ -49,12 +53,15 @@ def place(tmp_path_factory):
     return place
 
 
+ANSWER = Generation((5, 6, 7, 8), (3, 1), 0.1, 0.2)
+
+
 def checkpoint(place: Path) -> Path:
     return place / "run" / "checkpoints" / "ckpt-0-7-drafter-1"
 
 
 def evaluation(folder: Path) -> Path:
-    answers = (Generation((5, 6, 7, 8), (3, 1), 0.1, 0.2), Generation((5, 6), (2,), 0.1, 0.2))
+    answers = (ANSWER, Generation((5, 6), (2,), 0.1, 0.2))
     found = EvalResult(("maths", "code"), answers, answers, (), (), 16, 64, (2,), None)
     (folder / "eval.json").write_text(json.dumps(found.to_dict()))
     return folder / "eval.json"
@@ -88,6 +95,21 @@ def test_the_card_names_target_data_recipe_acceptance_and_versions(place, tmp_pa
     ):
         assert said in card, said
     load_zlab(tmp_path / "out")
+
+
+def test_the_best_checkpoint_is_described_by_its_runs_ledger_and_its_own_evaluation(place, tmp_path):
+    (tmp_path / "run").mkdir()
+    shutil.copy(place / "run" / "ledger.sqlite", tmp_path / "run")
+    kept, found = Kept(tmp_path / "run"), EvalResult(("",), (ANSWER,), (ANSWER,), (), (), 16, 64, (2,), None)
+    held = kept.hold(checkpoint(place))
+    line = line_of(Recorded(held.name, 0, 7, 0), found, None, seconds=1.0, at_unix_s=0.0)
+    kept.write_figures(held, line)
+    kept.promote(held)
+    best = tmp_path / "run" / "best"
+    export(best, tmp_path / "out", evaluation=best / "evaluation.json")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"Dataset fingerprint `{'d' * 64}`" in card and "step 7, timeline 0" in card
+    assert "| acceptance length, pooled over rounds | 2.000 |" in card
 
 
 def test_what_was_not_recorded_is_said_to_be_so(place, tmp_path):
