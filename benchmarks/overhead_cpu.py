@@ -102,6 +102,7 @@ def main() -> None:
         flags = {
             "run.dir": f"{folder}/run", "data.path": f"{folder}/data", "model.path": str(model),
             "target.count": "1", "run.epochs": "1", "checkpoint.every-steps": "1000",
+            "model.dtype": "float32", "drafter.dtype": "float32",  # the slower CPUs have no bfloat16 products
         }  # fmt: skip
         config = load(
             ROOT / "examples/demo/demo.toml", [(f"--{n}", v) for n, v in flags.items()], environ={}
