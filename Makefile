@@ -1,7 +1,8 @@
 # Every target makes .venv first if it is missing or the pinned set has changed.
 #
 #   make demo    train and evaluate a real drafter on this machine, 8 minutes after the installation
-#   make test    all tests but those that need a GPU or a Docker engine
+#   make test    all tests but those that need a GPU, a Docker engine, or minutes each
+#   make test-long      those that take minutes: whole runs, moved, extended, stopped and resumed
 #   make test-compose   the compose file on a real engine; starts one if it may
 #   make check   lint, format, types, import direction
 #   make chaos   kill everything at any time and compare the weights: DURATION, SEED, TARGETS, DRAFTERS, ELASTIC
@@ -16,14 +17,17 @@ BIN := .venv/bin
 MADE := .venv/.made
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-compose check chaos bench docs
+.PHONY: demo test test-long test-compose check chaos bench docs
 .DELETE_ON_ERROR:
 
 demo: $(MADE)
 	$(BIN)/python examples/demo/run.py
 
 test: $(MADE)
-	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not compose"
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not compose and not long"
+
+test-long: $(MADE)
+	$(ONE_THREAD) $(BIN)/pytest -n 2 -m long
 
 test-compose: $(MADE)
 	$(ONE_THREAD) $(BIN)/pytest -m compose tests/compose

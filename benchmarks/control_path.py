@@ -3,8 +3,8 @@
     idle    one pack every 20 ms: latency from Ready to the pack in the drafter's hands (p50, p99)
     full    as fast as it goes: batches a second from assignment to commit
 
-The roles use the real decision classes (Board, Desk) and the real Link, each in a thread of its own; a
-"forward" and a "training step" take no time. Run it with `python benchmarks/control_path.py [--out FILE]`.
+The roles use the real decision classes (Board, Desk) and the real Link, each in a process of its own as in a
+run; a "forward" and a "training step" take no time. `python benchmarks/control_path.py [--out FILE]`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import platform
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "process"))
@@ -149,6 +151,17 @@ class FakeDrafter(threading.Thread):
         return True
 
 
+def drive_drafter(run: Run, fingerprint: str, to: Connection) -> None:
+    """In a process of its own: a drafter to the run's end, then when it got which attempt.
+
+    `perf_counter` is the system's monotonic clock, the same in both processes.
+    """
+    drafter = FakeDrafter(run, fingerprint)
+    drafter.start()
+    drafter.join(600.0)
+    to.send(drafter.got_s)
+
+
 def measure(root: Path, model: Path, data: Path, *, pause_s: float, epochs: int) -> dict[str, float]:
     run = Run(root, f"run-{epochs}", model, data, targets=1, extra="")
     run.file.write_text(run.file.read_text().replace("epochs = 2", f"epochs = {epochs}"))
@@ -161,16 +174,22 @@ def measure(root: Path, model: Path, data: Path, *, pause_s: float, epochs: int)
         folder = arena_folder(run.config)
         locks: list[FileLock] = [hold_lock(folder, f"{role}-benchmark") for role in ("target", "drafter")]
         started_s = time.perf_counter()
-        target = FakeTarget(run, identity_sha256(identity), size.slot_bytes, pause_s)
-        drafter = FakeDrafter(run, identity_sha256(identity))
-        target.start()
+        fork = multiprocessing.get_context("fork")
+        ours, theirs = fork.Pipe()
+        drafter = fork.Process(
+            target=drive_drafter, args=(run, identity_sha256(identity), theirs), daemon=True
+        )
         drafter.start()
-        drafter.join(600.0)
+        theirs.close()
+        target = FakeTarget(run, identity_sha256(identity), size.slot_bytes, pause_s)
+        target.start()
+        got_s: dict[Stamp, float] = ours.recv()
         wall_s = time.perf_counter() - started_s
+        drafter.join(60.0)
         for lock in locks:
             lock.release(unlink=True)
         run.processes["coordinator"].wait(60.0)
-    latencies = sorted(drafter.got_s[a] - target.ready_s[a] for a in drafter.got_s if a in target.ready_s)
+    latencies = sorted(got_s[a] - target.ready_s[a] for a in got_s if a in target.ready_s)
     return {
         "batches": len(latencies),
         "batches_per_s": len(latencies) / wall_s,

@@ -25,7 +25,7 @@ import numpy as np
 from services.config.load import load
 from services.data.dataset import Sample
 from services.data.writer import write_dataset
-from services.lifecycle import arena_folder
+from services.lifecycle import ExitCode, arena_folder
 
 DEADLINE_S = 120.0
 NEWEST = "(SELECT max(timeline) FROM timelines)"
@@ -172,7 +172,11 @@ class Run:
             while not until():
                 if revive:
                     self.revive()
-                failed = [n for n, p in self.processes.items() if (p.poll() or 0) > 0]
+                failed = [
+                    n
+                    for n, p in self.processes.items()
+                    if (p.poll() or 0) > 0 and p.poll() != ExitCode.STOPPED
+                ]
                 assert revive or not failed, f"{what}: {failed} ended with an error\n{self.tails()}"
                 assert time.monotonic() < deadline_s, f"{what}: not within {DEADLINE_S} s\n{self.tails()}"
                 try:
@@ -188,6 +192,11 @@ class Run:
 
     def wait_step(self, step: int, *, revive: bool = False) -> None:
         self.wait(lambda: self.committed_steps() >= step, f"step {step}", revive=revive)
+
+    def wait_joined(self) -> None:
+        """Until every role has been admitted once: who comes after the end finds no coordinator."""
+        roles = len(self.names()) - 1
+        self.wait(lambda: self.log("coordinator").count(" joined as ") >= roles, "all roles to join")
 
     def wait_finished(self, *, revive: bool = False) -> None:
         """Until the coordinator has left with status 0 and every role with it."""

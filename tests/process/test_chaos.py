@@ -14,7 +14,11 @@ TOOL = Path(__file__).with_name("chaos.py")
 
 @pytest.mark.parametrize(
     ("drafters", "elastic", "weights"),
-    [(1, "wait", "identical"), (3, "wait", "identical"), (3, "shrink", "")],
+    [
+        (1, "wait", "identical"),
+        pytest.param(3, "wait", "identical", marks=pytest.mark.long),
+        (3, "shrink", ""),
+    ],
 )
 def test_whatever_is_killed_every_sample_counts_once(drafters, elastic, weights):
     words = ["--duration", "40", "--seed", "7", "--drafters", str(drafters), "--elastic", elastic]

@@ -113,6 +113,7 @@ def test_an_evaluator_ends_on_a_signal(make_evaluated):
     assert lines(run) == []
 
 
+@pytest.mark.long
 def test_up_starts_it_again_and_waits_for_the_last_checkpoint(make_evaluated, start_up):  # noqa: F811
     run = make_evaluated()
     up = start_up(run)

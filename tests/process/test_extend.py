@@ -11,7 +11,7 @@ from services.data.plan import Schedule
 from services.data.training_data import TrainingData
 from services.lifecycle import ExitCode
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 CONSTANT_LR = ("lr = 0.003", "lr = 0.003\nwarmup_ratio = 0.0\nmin_lr_ratio = 1.0")
 """So that what is trained does not depend on the number of steps, which an extension changes."""

@@ -187,6 +187,7 @@ def test_full_memory_ends_no_run_but_keeps_new_targets_out_until_there_is_room(s
     steps = run.committed_steps()
     run.wait(lambda: run.finished() or run.committed_steps() > steps + 2, "steps in full memory")
     run.kill("target-0")
+    run.wait(lambda: not list(run.arena.rglob("*.arena")), "the dead target's arena to be swept")
     with filler.open("ab", buffering=0) as stream, pytest.raises(OSError, match="No space"):
         while True:
             stream.write(bytes(4096))
@@ -203,6 +204,7 @@ def test_full_memory_ends_no_run_but_keeps_new_targets_out_until_there_is_room(s
 # ---- another world, an earlier step ------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_finished_run_goes_on_from_an_earlier_checkpoint_with_other_counts(make_run):
     first = make_run("moved", targets=2, drafters=2)
     first.start()

@@ -19,6 +19,7 @@ def test_weights_do_not_depend_on_the_number_of_targets(make_run, undisturbed):
 def test_weights_survive_a_stop_half_way_and_a_resume(make_run, undisturbed):
     run = make_run()
     run.start()
+    run.wait_joined()
     run.wait_step(5)
     run.kill("coordinator", signal.SIGTERM)
     run.wait(lambda: all(p.poll() is not None for p in run.processes.values()), "all roles gone")

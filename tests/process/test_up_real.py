@@ -67,6 +67,7 @@ def test_a_run_goes_on_over_killed_roles_to_the_end(make_run, start_up, undistur
     assert up.text().count("target-0 started") == 2
 
 
+@pytest.mark.long
 def test_stopped_by_ctrl_c_and_started_again_it_gives_the_same_weights(make_run, start_up, undisturbed):
     run = make_run(targets=2)
     first = start_up(run)

@@ -55,13 +55,14 @@ def good_model(tmp_path_factory):
 
 
 @pytest.fixture
-def place(tmp_path, good_model):
-    """A folder in which everything is right; tests break one thing each."""
-    (tmp_path / "model").mkdir()
+def place(tmp_path_factory, good_model):
+    """A folder in which everything is right, named shortly for its sockets; tests break one thing each."""
+    place = tmp_path_factory.mktemp("p")
+    (place / "model").mkdir()
     for file in good_model.iterdir():
-        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    write_data(tmp_path / "data", [12, 20, 30])
-    return tmp_path
+        (place / "model" / file.name).write_bytes(file.read_bytes())
+    write_data(place / "data", [12, 20, 30])
+    return place
 
 
 def looked(place: Path, **options: str) -> list[str]:

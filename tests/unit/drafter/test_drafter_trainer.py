@@ -173,6 +173,7 @@ class Drafter:
         try:
             self.ended.set_result(self.trainer.train())
         except BaseException as error:  # noqa: BLE001 - raised by the test
+            self.trainer.watchdog.stop()  # a process would just end; the tests' own must not be ended by it
             self.ended.set_exception(error)
 
 
