@@ -24,7 +24,7 @@ demo: $(MADE)
 	$(BIN)/python examples/demo/run.py
 
 test: $(MADE)
-	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not compose and not long"
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not compose and not long"
 
 test-long: $(MADE)
 	$(ONE_THREAD) $(BIN)/pytest -n 2 -m long

@@ -115,7 +115,7 @@ def test_a_model_that_could_never_stop_is_refused_with_the_disk_unchanged(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["endless.gguf"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_from_its_package_speaks_and_stops(tmp_path_factory: pytest.TempPathFactory) -> None:
     smollm2_gguf()  # a missing package fails here, with the remedy
     cache = tmp_path_factory.mktemp("cache")
