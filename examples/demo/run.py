@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean
@@ -49,8 +50,8 @@ HERE = Path("examples/demo")
 STAGES = 5
 POLL_S = 1.0
 LAST_STEPS = 20  # of which the final loss is the mean
-ZLAB_PROMPTS = 4
-BEFORE_PROMPTS = 4  # a drafter that has learnt nothing has nothing accepted
+ZLAB_PROMPTS = 2
+BEFORE_PROMPTS = 2  # a drafter that has learnt nothing has nothing accepted
 LEAST_ACCEPTANCE = 1.20
 
 console = Console(highlight=False)
@@ -254,7 +255,7 @@ def evaluate_each(to: Connection, job: list[tuple[str, Path, slice]], config: Co
         Path(config.eval.prompts), load_tokenizer(config.model.path), limit=config.eval.limit
     )
     for name, drafter, part in job:
-        decode = decode_with_zlab if name == "zlab" else decode_here
+        decode = {"zlab": decode_with_zlab, "before": draft_here}.get(name, decode_here)
         chosen = prompts[part]
 
         def tell(done: int, of: int, name: str = name) -> None:
@@ -264,13 +265,16 @@ def evaluate_each(to: Connection, job: list[tuple[str, Path, slice]], config: Co
 
 
 def decode_here(
-    drafter: Path, target: Target, prompts: list[Prompt], config: Config, tell: Callable[[int, int], None]
-) -> EvalResult:
+    drafter: Path, target: Target, prompts: list[Prompt], config: Config, tell: Callable[[int, int], None],
+    plain: bool = True,
+) -> EvalResult:  # fmt: skip
     from services.dflash.evaluate import evaluate, load_drafter
 
-    return evaluate(
-        target, load_drafter(drafter), prompts, max_new_tokens=config.eval.max_new_tokens, progress=tell
-    )
+    new = config.eval.max_new_tokens
+    return evaluate(target, load_drafter(drafter), prompts, max_new_tokens=new, plain=plain, progress=tell)
+
+
+draft_here = partial(decode_here, plain=False)
 
 
 def decode_with_zlab(
