@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "unit" / "deploy"))
 from browser import BROWSER, shown, visit  # noqa: E402
 
+from services.coordinator.evaluation import HISTORY  # noqa: E402
+
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "draftmill.json").read_text())
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
 RECORDED = [rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule]
@@ -32,6 +34,10 @@ QUIET = {"NoCommit", "NotRunning", "RunFailed", "NonFinite", "SamplesFailing", "
 JUSTLY_EMPTY = ("draftmill_gpu_", "draftmill_role_recovery_seconds", "draftmill_role_deaths_total",
                 "draftmill_upload_")  # fmt: skip
 """No GPU here, nobody died, and nothing is uploaded."""
+
+EVALUATED = {"timeline": 0, "step": 1, "acceptance_length": 1.5, "best_acceptance_length": 1.5,
+             "best_step": 1, "held_out_loss": 4.0, "held_out_accuracy": 0.25, "seconds": 2.0}  # fmt: skip
+"""As an evaluator beside the run would have written it."""
 
 
 class Prometheus:
@@ -78,6 +84,7 @@ def live(tmp_path_factory):
     run.start()
     try:
         run.wait_step(1)
+        (run.dir / HISTORY).write_text(json.dumps(EVALUATED) + "\n")
         where = json.loads((run.dir / "coordinator.json").read_text())["http"]
         with tempfile.TemporaryDirectory() as folder:
             server = Prometheus(Path(folder), where.removeprefix("http://"))
