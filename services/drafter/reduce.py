@@ -274,8 +274,10 @@ class GroupReducer:
         """Ends collectives that a lost member keeps stuck on the GPU."""
         while not self._closed.wait(SLICE_S):
             if not self._meeting.wanted(None):
+                process_group = self._process_group  # `close` drops it as soon as the event is set
                 self._aborted.set()
-                self._process_group.abort()
+                if process_group is not None:
+                    process_group.abort()
                 return
 
 
