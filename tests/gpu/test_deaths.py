@@ -34,7 +34,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")  # imports torch once, an
 FORKSERVER.set_forkserver_preload(["torch", "services.transport.reader", "services.transport.writer"])
 PROCESSES = threading.Lock()  # multiprocessing reaps any child in any thread that starts another
 KILLS = os.environ.get("TORTURE_KILLS")
-PATIENCE_S, ALL_S = 60.0, 170.0  # deadlines, not waits
+PATIENCE_S, ALL_S = 60.0, 110.0  # deadlines, not waits
 SLOTS, WARM = 3, 3
 MIB = 1 << 20
 
@@ -53,7 +53,7 @@ class Child:
         assert self.pipe.poll(PATIENCE_S), "the child says nothing"
         try:
             return self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise AssertionError(f"the child ended with status {self.ended()}") from None
 
     def ask(self, *what: Any) -> Any:
