@@ -33,6 +33,9 @@ def evaluate(
     plain: Annotated[
         bool, typer.Option(help="decode without the drafter too: speed and losslessness")
     ] = True,
+    processes: Annotated[
+        int, typer.Option(help="share the prompts out: several keep a GPU busy, but tell no speed", min=1)
+    ] = 1,
     picture: Annotated[Path | None, typer.Option(help="SVG file for acceptance by position")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table")] = False,
 ) -> None:
@@ -45,15 +48,15 @@ def evaluate(
     options = load_local(config, context.obj, needs=["model.path"]).config
     import torch
 
+    from services.dflash.eval_parts import run_evals_in_parts
     from services.dflash.eval_picture import picture as draw
     from services.dflash.eval_result import comparison, to_json
-    from services.dflash.evaluate import run_evals
     from services.dflash.sampling import Sampling
 
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("prompts", total=None)
-        found = run_evals(
-            checkpoint, options,
+        found = run_evals_in_parts(
+            checkpoint, options, processes=processes,
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
             block_sizes=sizes, plain=plain,
             sampling=Sampling(temperature, top_p, options.run.seed) if temperature else None,

@@ -1,8 +1,8 @@
 """Answers by our own batched generation: left-padded batches, a cache, one random stream an answer.
 
 A window of prompts is sorted by length and cut into batches of at most `batch_tokens` positions (prompt
-and answer limit), so little is padded; a batch ends when its last answer does. Simple on purpose: a
-serving engine (see answers_server.py) is several times faster for large sets.
+and answer limit), so little is padded; a batch halves when half of its answers have ended. Simple on purpose:
+a serving engine (see answers_server.py) is several times faster for large sets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from services.data.convert import read_template
 from services.data.records import BadSample
 from services.data.regenerate import Answer, Ask, Asked, Refused
 from services.data.turns import ChatTemplate
-from services.dflash.sampling import Sampling, draw
+from services.dflash.counter_random import hash_bits
+from services.dflash.sampling import Sampling, pick
 from services.dflash.target_model import Target, load_target, load_tokenizer
 
 
@@ -101,41 +102,34 @@ class LocalAnswers:
         )
         mask_BT = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads], device=device)
         position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-        streams = [self._stream(prompt.asked, device) for prompt in batch]
+        draws = Draws(self._ask, [prompt.asked for prompt in batch], device)
         answers: list[list[int]] = [[] for _ in batch]
+        rows = list(range(len(batch)))  # answers that the batch still computes
         cache = None
-        for _ in range(self._ask.max_new_tokens):
+        for step in range(self._ask.max_new_tokens):
             output = self._target.model(
                 input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT,
                 past_key_values=cache, use_cache=True, logits_to_keep=1,
             )  # fmt: skip
             cache = output.past_key_values
-            chosen = self._choose(output.logits[:, -1], streams)
-            for answer, token in zip(answers, chosen.tolist(), strict=True):
-                if not self._ended(answer):
-                    answer.append(token)
-            if all(self._ended(answer) for answer in answers):
+            chosen = draws.choose(output.logits[:, -1], rows, step)
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if not self._ended(answers[row]):
+                    answers[row].append(token)
+            going = [place for place, row in enumerate(rows) if not self._ended(answers[row])]
+            if not going:
                 break
-            ids_BT = chosen[:, None]
-            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(batch), 1)], dim=1)
-            position_BT = position_BT[:, -1:] + 1
+            ids_BT, position_BT = chosen[:, None], position_BT[:, -1:] + 1
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
+            if 2 * len(going) <= len(rows) and all(hasattr(c, "batch_select_indices") for c in cache.layers):
+                kept = torch.tensor(going, device=device)
+                cache.batch_select_indices(kept)
+                ids_BT, position_BT, mask_BT = ids_BT[kept], position_BT[kept], mask_BT[kept]
+                rows = [rows[place] for place in going]
         return answers
 
     def _ended(self, answer: list[int]) -> bool:
         return bool(answer) and answer[-1] in self._target.stop_ids
-
-    def _choose(self, logits_BV: Tensor, streams: list[torch.Generator]) -> Tensor:
-        """int64 [B]. A row's draws depend on its own stream only, not on its neighbours."""
-        if self._ask.temperature == 0.0:
-            return logits_BV.argmax(-1)
-        sampling = Sampling(self._ask.temperature, self._ask.top_p)
-        p_BV = sampling.probabilities(logits_BV)
-        return torch.cat([draw(p_BV[at : at + 1], stream) for at, stream in enumerate(streams)])
-
-    def _stream(self, asked: Asked, device: torch.device) -> torch.Generator:
-        return torch.Generator(device).manual_seed(
-            seeds.seed("answer", self._ask.seed, *asked.source, asked.number)
-        )
 
     def _answer(self, prompt: Prompt, ids: list[int]) -> Answer:
         stopped = self._ended(ids)
@@ -145,4 +139,24 @@ class LocalAnswers:
         message = {"role": "assistant", "content": text}
         return Answer(
             prompt.asked, message, "stop" if stopped else "length", (prompt.ids + ids, len(prompt.ids))
+        )
+
+
+class Draws:
+    """Next tokens of a batch. A draw is a function of its answer's name and step, not of its neighbours."""
+
+    def __init__(self, ask: Ask, asked: Sequence[Asked], device: torch.device) -> None:
+        self._sampling = Sampling(ask.temperature, ask.top_p) if ask.temperature else None
+        named = [seeds.seed("answer", ask.seed, *one.source, one.number) for one in asked]
+        self._low_N = torch.tensor([name & 0xFFFFFFFF for name in named], device=device)
+        self._high_N = torch.tensor([name >> 32 for name in named], device=device)
+
+    def choose(self, logits_BV: Tensor, rows: list[int], step: int) -> Tensor:
+        """int64 [B], of the answers `rows`; the greedy choice at temperature 0."""
+        if self._sampling is None:
+            return logits_BV.argmax(-1)
+        row_B = torch.tensor(rows, device=logits_BV.device)
+        name_B = hash_bits(self._low_N[row_B], self._high_N[row_B], 0)
+        return pick(
+            self._sampling.probabilities(logits_BV), hash_bits(name_B, torch.full_like(name_B, step), 1)
         )

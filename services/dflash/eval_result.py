@@ -7,7 +7,7 @@ reads one result reads both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -98,6 +98,29 @@ class EvalResult:
         for request, domain in enumerate(self.domains):
             domains.setdefault(domain, []).append(request)
         return domains
+
+
+def interleaved(parts: Sequence[EvalResult]) -> EvalResult:
+    """The whole of which part i has the prompts i, i + n, i + 2 n, .. of n parts."""
+    count = len(parts)
+
+    def places(marked: str) -> tuple[int, ...]:
+        return tuple(sorted(at * count + i for i, part in enumerate(parts) for at in getattr(part, marked)))
+
+    def rows(name: str) -> tuple[Any, ...]:
+        lists = [getattr(part, name) for part in parts]
+        return tuple(
+            lists[number % count][number // count] for number in range(sum(len(found) for found in lists))
+        )
+
+    return replace(
+        parts[0],
+        domains=rows("domains"),
+        drafted=rows("drafted"),
+        plain=rows("plain"),
+        ties=places("ties"),
+        differing=places("differing"),
+    )
 
 
 def to_json(results: Sequence[EvalResult]) -> dict[str, Any]:

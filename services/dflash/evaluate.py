@@ -61,7 +61,7 @@ def evaluate(
     drafted: list[Generation] = []
     alone: list[Generation] = list(known_plain) if plain else []
     for done, prompt in enumerate(prompts):
-        drawn = None if sampling is None else replace(sampling, seed=sampling.seed + done)
+        drawn = None if sampling is None else replace(sampling, seed=sampling.seed + prompt.number)
         drafted.append(
             speculate(
                 target,
@@ -109,11 +109,13 @@ def run_evals(
     sampling: Sampling | None = None,
     plain: bool = True,
     progress: Progress | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> list[EvalResult]:
     """`draftmill eval`: a training checkpoint or z-lab folder with its target on held-out prompts.
 
     One result for each of `block_sizes` (none: the drafter's own). What is left out is taken from `config`
-    (`[model]`, `[eval]`). Raises `FatalError`s that name the option.
+    (`[model]`, `[eval]`). `part` (i, n): only every n-th prompt, from the i-th. Raises `FatalError`s that
+    name the option.
     """
     path = target or (config.model.path if config else "")
     file = prompts or (Path(config.eval.prompts) if config and config.eval.prompts else None)
@@ -125,7 +127,8 @@ def run_evals(
     for size in sizes:
         _check_block(size, drafter.config)
     limit = limit or (config.eval.limit if config else 0)
-    held_out = load_prompts(file, load_tokenizer(path), limit=limit, **template_options(config))
+    first, step = part
+    held_out = load_prompts(file, load_tokenizer(path), limit=limit, **template_options(config))[first::step]
     loaded = load_target(
         path,
         dtype=dtype or (config.model.dtype if config else "float32"),

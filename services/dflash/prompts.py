@@ -17,6 +17,7 @@ from protocol.errors import DataError
 class Prompt(NamedTuple):
     ids: tuple[int, ...]
     domain: str
+    number: int = 0  # in its file; sampled answers are drawn by it, whoever decodes which part
 
 
 def load_prompts(path: Path, tokenizer: Any, *, limit: int = 0, **template_options: Any) -> list[Prompt]:
@@ -34,7 +35,8 @@ def load_prompts(path: Path, tokenizer: Any, *, limit: int = 0, **template_optio
             break
         row = _parse(path, number, line)
         ids = encode_chat(tokenizer, _messages(path, number, row), **template_options)
-        prompts.append(Prompt(ids, str(row.get("domain") or row.get("category") or "")))
+        domain = str(row.get("domain") or row.get("category") or "")
+        prompts.append(Prompt(ids, domain, len(prompts)))
     if not prompts:
         raise DataError(
             f"prompts {path}: it holds none; one JSON object a line with `prompt`, `messages` or `turns`"

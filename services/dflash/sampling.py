@@ -48,6 +48,14 @@ def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
 
 
+def pick(p_BV: Tensor, bits_B: Tensor) -> Tensor:
+    """One id a row, int64 [B], by inverting each row's distribution at its own 32 random bits (int64 [B])."""
+    cumulative_BV = p_BV.cumsum(-1)
+    uniform_B = (bits_B >> 9).to(p_BV.dtype) / 2**23  # below 1 even after the product is rounded
+    wanted_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
+    return torch.searchsorted(cumulative_BV, wanted_B1, right=True)[:, 0]
+
+
 def accept(draft_K: Tensor, p_BV: Tensor, q_KV: Tensor, generator: torch.Generator) -> tuple[int, int]:
     """(drafts kept, next token) for K drafts drawn from `q_KV`, with the target's `p_BV`, B = K + 1 rows."""
     count = draft_K.numel()

@@ -1,5 +1,6 @@
 """Exactly the answers asked for, whoever gives them and however often it is interrupted."""
 
+import dataclasses
 import json
 import threading
 from collections import Counter
@@ -216,6 +217,15 @@ def test_sampled_answers_depend_on_their_own_seed_and_not_on_their_batch(target)
     assert wide[(0, 1, 0)] != wide[(0, 1, 1)]
     other = tokens(local(target, temperature=1.0, answers=2, seed=1).answers(questions(*TEXTS, numbers=2)))
     assert other != wide
+
+
+def test_a_batch_goes_on_with_those_that_have_not_ended(target):
+    often = dataclasses.replace(target, stop_ids=tuple(range(0, 1024, 10)))
+    asked = {"temperature": 1.0, "answers": 6}
+    wide = tokens(local(often, **asked).answers(questions(*TEXTS, numbers=6)))
+    lengths = {len(ids) - prompt for ids, prompt in wide.values()}
+    assert len(lengths) > 5  # ended one by one
+    assert wide == tokens(local(often, batch_tokens=1, **asked).answers(questions(*TEXTS, numbers=6)))
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(target):

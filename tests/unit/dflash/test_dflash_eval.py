@@ -13,10 +13,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from protocol.errors import ConfigError
+from protocol.errors import CheckpointError, ConfigError
 from services.config.schema import Config
 from services.dflash import evaluate as evaluate_module
 from services.dflash.checkpoint import OPTIMIZER, write_checkpoint
+from services.dflash.eval_parts import run_evals_in_parts
 from services.dflash.eval_picture import by_position_svg, picture
 from services.dflash.eval_result import comparison, to_json
 from services.dflash.evaluate import evaluate, load_drafter, load_held_out, run_evals, template_options
@@ -86,7 +87,7 @@ def test_a_block_that_the_drafter_was_not_trained_for_is_refused(files, size):
 
 def test_sampled_evaluation_repeats_with_its_seed_and_claims_nothing_lossless():
     target, drafter, *_ = train_drafter("llama")
-    prompts = [Prompt(tuple(PROMPTS[0]), ""), Prompt(tuple(PROMPTS[0]), "")]
+    prompts = [Prompt(tuple(PROMPTS[0]), "", number) for number in (0, 1)]
     runs = [
         evaluate(target, drafter, prompts, max_new_tokens=12, sampling=Sampling(1.5, 0.9, seed))
         for seed in (3, 3, 4)
@@ -96,6 +97,26 @@ def test_sampled_evaluation_repeats_with_its_seed_and_claims_nothing_lossless():
     assert answers[0][0] != answers[0][1]  # each prompt has a seed of its own
     assert runs[0].lossless is None and runs[0].to_dict()["sampling"]["top_p"] == 0.9
     assert runs[0].to_dict()["plain_tokens_per_s"] > 0
+
+
+def test_parts_decoded_by_processes_give_the_whole(files):
+    told: list[tuple[int, int]] = []
+    for sampling in (None, Sampling(1.5, 0.9, 3)):
+        asked = {"sampling": sampling, "block_sizes": [3, 6], "progress": lambda *of: told.append(of)}
+        whole = run_evals(files / "ckpt", options(files), **asked)
+        parts = run_evals_in_parts(files / "ckpt", options(files), processes=3, **asked)
+        assert told[-1] == (8, 8)
+        for one, other in zip(whole, parts, strict=True):
+            found, wanted = other.to_dict(), one.to_dict()
+            for name in ("drafted_tokens_per_s", "plain_tokens_per_s", "speedup"):
+                del found[name], wanted[name]
+            assert found == wanted
+            assert [a.tokens for a in one.drafted] == [a.tokens for a in other.drafted]
+
+
+def test_a_part_that_fails_fails_the_whole(files):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        run_evals_in_parts(files / "nothing", options(files), processes=2)
 
 
 def test_json_of_several_sizes_reads_like_the_largest_alone(results):

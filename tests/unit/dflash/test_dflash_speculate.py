@@ -20,7 +20,7 @@ from services.dflash.evaluate import check_fit, evaluate, run_eval
 from services.dflash.export import export_drafter
 from services.dflash.export_check import load_with_zlab, zlab_installed
 from services.dflash.prompts import Prompt
-from services.dflash.sampling import Sampling, accept
+from services.dflash.sampling import Sampling, accept, pick
 from services.dflash.speculate import decode_plainly, speculate
 
 PAIRS = {"llama": ("llama", False), "qwen3 sliding": ("qwen3", True), "gemma2": ("gemma2", False)}
@@ -187,3 +187,19 @@ def test_sampled_decoding_follows_the_targets_distribution():
         frequency.append(torch.bincount(tokens, minlength=97) / count)
     assert (frequency[1] > 0).sum() > 2
     assert float((frequency[0] - frequency[1]).abs().sum()) / 2 < 0.25
+
+
+def test_a_pick_inverts_the_distribution_at_its_bits():
+    p_V = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0])
+    bits = torch.linspace(0, 2**32 - 1, 4097, dtype=torch.float64).long()
+    counts = torch.bincount(pick(p_V.expand(4097, -1), bits), minlength=6) / 4097
+    torch.testing.assert_close(counts, p_V, atol=1e-3, rtol=0)
+    assert counts[p_V == 0].sum() == 0
+
+
+def test_the_largest_bits_pick_a_token_that_can_come():
+    torch.manual_seed(0)
+    p_BV = torch.rand(64, 1000).mul(torch.rand(64, 1000) < 0.1)
+    p_BV = p_BV / p_BV.sum(-1, keepdim=True)
+    picked = pick(p_BV, torch.full((64,), 2**32 - 1))
+    assert (p_BV.gather(1, picked[:, None]) > 0).all()
