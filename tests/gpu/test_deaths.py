@@ -31,7 +31,9 @@ from protocol.codec import decode, encode
 from protocol.messages import BatchId, Pack, Stamp
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # imports torch once, and never asks it for GPUs
-FORKSERVER.set_forkserver_preload(["torch", "services.transport.reader", "services.transport.writer"])
+FORKSERVER.set_forkserver_preload(
+    ["services.drafter.reduce", "services.transport.reader", "services.transport.writer"]
+)
 PROCESSES = threading.Lock()  # multiprocessing reaps any child in any thread that starts another
 KILLS = os.environ.get("TORTURE_KILLS")
 PATIENCE_S, ALL_S = 60.0, 110.0  # deadlines, not waits
@@ -276,7 +278,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.process
 def test_deaths_inside_copies_leave_nothing_stale_and_nothing_behind(folder: Path) -> None:
-    run_all(folder, ("shm",), ("cpu", "cpu"), mib=32, kills=int(KILLS or 4))
+    run_all(folder, ("shm",), ("cpu", "cpu"), mib=16, kills=int(KILLS or 4))
 
 
 @pytest.mark.gpu

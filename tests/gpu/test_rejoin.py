@@ -23,7 +23,9 @@ import torch
 from protocol.messages import Group, Member
 
 FORKSERVER = multiprocessing.get_context("forkserver")  # imports torch once, and never asks it for GPUs
-FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "services.drafter.reduce"])
+FORKSERVER.set_forkserver_preload(
+    ["services.drafter.reduce", "services.transport.reader", "services.transport.writer"]
+)
 ROUNDS = os.environ.get("TORTURE_ROUNDS")
 PATIENCE_S, ALL_S = 40.0, 145.0  # deadlines, not waits
 ALONE_S, TOGETHER_S = 5.0, 20.0  # bounds: a machine may be busy, what is measured is printed
