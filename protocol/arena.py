@@ -215,6 +215,16 @@ class Arena:
                 f"arena {self.path} {what} by another process; its folder belongs to the run: leave it alone"
             )
 
+    def is_whole(self) -> bool:
+        """Whether the mapped file, unlinked or not, has its full size. 1 us.
+
+        What lies behind the end of a file that was cut reads as zeros up to the end of that page, without
+        any error; only the pages behind it are a SIGBUS. Ask after the last read.
+        """
+        mapped = self.memory.obj
+        assert isinstance(mapped, mmap.mmap), "an arena is a mapped file"
+        return mapped.size() >= len(self.memory)
+
     def close(self) -> None:
         """Let go of the mapping; it ends with the last view of it."""
         self.memory.release()

@@ -5,7 +5,7 @@ DraftmillError
 │   ├── PeerGone          a process at the other end died or closed its socket
 │   ├── ArenaFull         no space for a slot or a file right now (ENOSPC, all slots taken)
 │   ├── DiskFull          no space where the ledger, a log or a checkpoint lies
-│   ├── StalePack         a slot no longer holds the attempt that was announced: discard it
+│   ├── StalePack         a slot no longer holds what was announced, or its file was cut: discard it
 │   └── GroupBroken       the drafters' process group lost a member: the step is tried again
 └── FatalError            the caller gives up and tells the user: value, rule, remedy
     ├── ConfigError       an option, variable or file is wrong (all findings at once)

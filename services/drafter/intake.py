@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -48,13 +49,18 @@ class Intake:
         self._thread.start()
         return self
 
-    def sections(self, attempt: Stamp) -> dict[str, Tensor]:
-        """The tensors of a held pack, safe to use on the current stream. Raises what the thread raised."""
+    @contextmanager
+    def sections(self, attempt: Stamp) -> Iterator[dict[str, Tensor]]:
+        """The tensors of a held pack, for use on the current stream. Raises what the thread raised.
+
+        StalePack at the end: the arena was cut under the views, and what came of them is worthless.
+        """
         self.check()
         with self._lock:
             pack, sections = self._packs[attempt]
         pack.wait()
-        return sections
+        yield sections
+        pack.confirm()
 
     def drop(self, attempts: Iterable[Stamp]) -> None:
         with self._lock:

@@ -75,6 +75,7 @@ def main(config: Config, incarnation: str, index: int | None = None) -> ExitCode
         ConfigError, ModelError, DataError: before the coordinator hears of this drafter.
         Fenced: the coordinator sent it away. PeerGone: none answered.
         CorruptPack: a slot that should hold a pack holds something else.
+        StalePack: an arena was cut while a pack in it was trained on.
     """
     started = start(config, device_of(config, index))
     folder = arena_folder(config)
@@ -285,9 +286,9 @@ class DrafterTrainer:
 
     def _learn(self, pack: TrainPack) -> None:
         assert pack.attempt is not None, "a pack without an attempt"
-        sections = self.intake.sections(pack.attempt)
-        self.step.add(pack.position, pack.batch, sections)
-        self.counts["tokens_total"] += sections["input_ids"].shape[0]
+        with self.intake.sections(pack.attempt) as sections:
+            self.step.add(pack.position, pack.batch, sections)
+            self.counts["tokens_total"] += sections["input_ids"].shape[0]
         self.counts["packs_total"] += 1
         self.desk.learned(pack)
 

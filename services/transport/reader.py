@@ -2,9 +2,10 @@
 
 On a CPU they are views of the slot, without a copy; on a GPU one asynchronous copy of the whole payload
 on a stream of its own. Nothing in a descriptor is followed before it is proved to fit the arena, and
-`verify` tells afterwards whether what was read is what was announced:
+`verify` tells afterwards whether what was read is what was announced, `confirm` whether that held to the
+end of its use:
 
-    StalePack     the slot, or its owner, has moved on: discard it, the coordinator knows
+    StalePack     the slot, its owner or its file has moved on: discard it, the coordinator knows
     CorruptPack   the slot is current and its contents are not: stop, and name it
 
 Arenas stay mapped until `keep` leaves them out and the last tensor from them is gone.
@@ -40,7 +41,7 @@ class Packs(Protocol):
         """The payload, uint8 [payload_bytes], and the event that completes it (None: complete)."""
 
     def still_good(self) -> bool:
-        """Whether what was fetched before now was the owner's memory, not a dead one's."""
+        """Whether what was read before now was the owner's memory, not a dead one's or a cut file's zeros."""
 
 
 class PackTensors(Mapping[str, Tensor]):
@@ -67,17 +68,29 @@ class PackTensors(Mapping[str, Tensor]):
         if self._done is not None:
             self._done.synchronize()
         check_header(self._packs.arena, self.descriptor, CorruptPack)
-        if not self._packs.still_good():
-            raise StalePack(f"{_name(self.descriptor)}: its target died")
+        self._check_memory()
         expected = self.descriptor.checksum
         if expected is None:
             return
         found = checksum(self._payload_B)
         if found != expected:
             check_header(self._packs.arena, self.descriptor, CorruptPack)
+            self._check_memory()
             raise CorruptPack(
                 f"{_name(self.descriptor)} has checksum {found:#x}, it was sealed with {expected:#x}"
             )
+
+    def confirm(self) -> None:
+        """After the last use of tensors that are views of the slot: StalePack if its file was cut under them.
+
+        A copy was complete when it was verified, and stays good.
+        """
+        if self._done is None:
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        if not self._packs.still_good():
+            raise StalePack(f"{_name(self.descriptor)}: its target died, or its file was cut under it")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -62,7 +62,7 @@ class HostSlots:
 
 
 class HostPacks:
-    """The reader's side on a CPU: tensors are views of the slot itself."""
+    """The reader's side on a CPU: tensors are views of the slot itself, as good as its file."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -72,8 +72,8 @@ class HostPacks:
         return host_payload(self.arena, descriptor.slot)[: descriptor.payload_bytes], None
 
     def still_good(self) -> bool:
-        """Mapped memory outlives the process that wrote it."""
-        return True
+        """Mapped memory outlives the process that wrote it, but not a cut of its file."""
+        return self.arena.is_whole()
 
 
 class HostPacksOnGpu:
@@ -95,8 +95,8 @@ class HostPacksOnGpu:
         return payload_B, done
 
     def still_good(self) -> bool:
-        """Mapped memory outlives the process that wrote it."""
-        return True
+        """Mapped memory outlives the process that wrote it, but not a cut of its file."""
+        return self.arena.is_whole()
 
 
 def host_payload(arena: Arena, slot: int) -> Tensor:

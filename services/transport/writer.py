@@ -1,6 +1,7 @@
 """The target's side of an arena: a pack's sections go into a slot, and a descriptor of it comes out.
 
-    invalidate header -> sections into the slot -> the host has seen them complete -> checksum -> seal
+    invalidate header -> sections into the slot -> the host has seen them complete -> checksum -> file whole?
+    -> seal
 
     shm       the slot is host memory; a CPU copies at memcpy speed, a GPU through a staging buffer
     pinned    the same file, pinned for the GPU: 55 GB/s instead of 12
@@ -104,6 +105,7 @@ class SlotWriter:
         Blocks until the host has seen the copy complete. `ready` was recorded on the stream that
         produced the tensors, after their last byte; those on a GPU need it, and live until the return.
         DecodeError, before anything is written: these tensors are no pack, or too large for a slot.
+        RetryError: the arena's file was removed or cut.
         """
         sections = sections_of(tensors)
         descriptor = Descriptor(
@@ -122,6 +124,7 @@ class SlotWriter:
         if wants_checksum(self._checksum, attempt.counter):
             checksum = self._slots.checksum(slot, descriptor.payload_bytes)
             descriptor = descriptor.model_copy(update={"checksum": checksum})
+        self._arena.check_file()  # a cut before the checksum would have been sealed with it, zeros and all
         self._arena.seal(slot, SlotHeader(batch, attempt, descriptor.payload_bytes, descriptor.checksum))
         return descriptor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import zmq
 from drafter_cases import CPU, random_pack, tiny_config, tiny_shape, tiny_step
 
 from protocol.codec import decode, encode
-from protocol.errors import CorruptPack, Fenced
+from protocol.errors import CorruptPack, Fenced, StalePack
 from protocol.messages import (
     PROTOCOL_VERSION,
     Adopt,
@@ -353,6 +354,17 @@ def test_a_slot_whose_contents_are_not_what_was_sealed_ends_the_drafter(station,
     station.writer._arena.payload(7)[64] ^= 1
     station.send_pack(NAME, descriptor)
     with pytest.raises(CorruptPack, match="slot 7"):
+        drafter.ended.result(SECONDS)
+
+
+def test_a_slot_that_is_cut_once_it_was_taken_ends_the_drafter_before_it_votes(station, drafter):
+    adopt_seed(station)
+    taken = station.publish(NAME, BatchId(0, 1), random_pack(1))
+    station.reported(NAME, lambda r: taken in r.held)
+    arena = station.writer._arena
+    os.truncate(arena.path, len(arena.memory) - len(arena.payloads()) + 1000)  # its features end at 2688
+    station.train(NAME, StepTry(0, 0, *station.stamp()), {0: (BatchId(0, 1), taken)}, adopt=None)
+    with pytest.raises(StalePack, match=r"slot 0 .* cut"):
         drafter.ended.result(SECONDS)
 
 

@@ -1,6 +1,7 @@
 """Packs through real arenas: what goes in comes out, what is no longer true is found out."""
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from transport_packs import BATCH, attempt, make_pack
 
 from protocol.arena import read_computing
 from protocol.codec import decode, encode
-from protocol.errors import ConfigError, CorruptPack, DecodeError, StalePack
+from protocol.errors import ConfigError, CorruptPack, DecodeError, RetryError, StalePack
 from protocol.messages import Pack, Stamp
 from services.transport.reader import SlotReader
 from services.transport.writer import SlotWriter
@@ -97,6 +98,28 @@ def test_a_changed_byte_in_a_current_slot_is_corrupt(tmp_path: Path, writer: Slo
         reader.open(descriptor).verify()
 
 
+@pytest.mark.parametrize("checksums", ["always", "off"])
+def test_a_file_that_is_cut_within_a_page_reads_as_zeros_and_is_found_out(
+    tmp_path: Path, checksums: str
+) -> None:
+    writer = SlotWriter.create(tmp_path, "target-1", slots=2, slot_bytes=8192, checksum=checksums, device=CPU)
+    sent = make_pack(tokens=64)
+    descriptor = writer.write(0, BATCH, attempt(1), sent)
+    held = SlotReader(tmp_path, CPU).open(descriptor)
+    held.verify()
+    held.confirm()
+    arena = writer._arena
+    os.truncate(arena.path, len(arena.memory) - len(arena.payloads()) + 5000)
+    assert held["features"].flatten()[2500:].count_nonzero() == 0, "the kernel would tell by itself"
+    with pytest.raises(StalePack, match=r"slot 0 of target-1\.arena .* cut"):
+        held.confirm()
+    with pytest.raises(StalePack, match="cut"):
+        held.verify()
+    with pytest.raises(RetryError, match="was cut to"):
+        writer.write(0, BATCH, attempt(2), sent)
+    writer.close()
+
+
 def test_a_descriptor_that_contradicts_its_slot_is_refused(tmp_path: Path, writer: SlotWriter) -> None:
     descriptor = writer.write(0, BATCH, attempt(1), make_pack())
     for change in ({"checksum": 5}, {"batch": (9, 9)}):
@@ -137,7 +160,7 @@ def test_an_arena_is_unmapped_when_it_is_not_kept_and_no_longer_used(
     assert torch.equal(features, before), "a tensor must outlive its pack"
     del features
     gc.collect()
-    assert "target-1.arena" not in Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "target-1.arena") not in Path("/proc/self/maps").read_text()
 
 
 def test_closing_leaves_no_file(tmp_path: Path, writer: SlotWriter) -> None:
