@@ -257,7 +257,8 @@ def run_all(folder: Path, kinds: tuple[str, ...], devices: tuple[str, str], mib:
         )
     for future in futures:
         future.result(timeout=0)
-    assert any(lane.torn for lane in lanes if lane.kind != "cuda_ipc"), "no death was inside a copy"
+    torn = sum(lane.torn for lane in lanes)
+    assert torn or kills < 20, "no death was inside a copy: the clock of death is wrong"  # a few may all miss
     for lane in lanes:
         sweep(lane.folder)
         assert list(lane.folder.iterdir()) == []
