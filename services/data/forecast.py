@@ -16,7 +16,7 @@ import numpy as np
 
 from protocol.errors import ModelError
 from services.config.schema import Config
-from services.data.plan import Schedule, rows_limit
+from services.data.plan import Schedule, padded_length, rows_limit
 from services.data.training_data import TrainingData
 from services.dflash.drafter_config import DrafterConfig
 from services.transport.layout import bytes_per_token, slot_bytes
@@ -87,9 +87,10 @@ def forecast(
     token_bytes = bytes_per_token(config, hidden=drafter.hidden_size, taps=drafter.taps)
     documents = max(rows_limit(edge, config.plan.token_budget) for edge in config.plan.bucket_edges)
     slot = slot_bytes(config, hidden=drafter.hidden_size, taps=drafter.taps, max_documents=documents)
+    positions = max(counts.largest_forward, warmed_positions(config, data.longest))
     return Forecast(
         counts, token_bytes, slot,
-        target_memory(config, target, counts.largest_forward, slot),
+        target_memory(config, target, positions, slot),
         drafter_memory(config, drafter, slot),
         drafter.parameter_count,
         2 * config.target.count * config.target.slots * slot,
@@ -117,8 +118,19 @@ def count(config: Config, data: TrainingData) -> Counts:
     )  # fmt: skip
 
 
+def warmed_positions(config: Config, longest: int) -> int:
+    """Of the largest forward that a target on a GPU warms up: a bucket with as many samples as a plan may
+    ever put there, up to four times as long as the batches of samples that fill their bucket.
+    """
+    if not config.target.warm_up:
+        return 0
+    plan = config.plan
+    reached = padded_length(longest, plan.bucket_edges)
+    return max(edge * rows_limit(edge, plan.token_budget) for edge in plan.bucket_edges if edge <= reached)
+
+
 def target_memory(config: Config, target: TargetShape, positions: int, slot: int) -> Memory:
-    """A forward without gradients keeps one layer's activations at a time, and the packs being copied out."""
+    """A forward of `positions` keeps one layer's activations at a time; and the packs being copied out."""
     item = ITEM_BYTES[config.model.dtype]
     widest = 3 * target.hidden + max(3 * target.mlp, 2 * target.attention)
     return Memory({

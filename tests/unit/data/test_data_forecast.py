@@ -22,6 +22,7 @@ from services.data.forecast import (
     plan_of_run,
     read_target,
     target_memory,
+    warmed_positions,
 )
 from services.data.forecast_view import show
 from services.data.plan import Schedule, padded_length
@@ -81,6 +82,19 @@ def test_the_counts_are_those_of_the_plan(dataset):
     assert made.counts.padding_share == pytest.approx(1 - dataset.lengths.sum() / sum(padded))
     assert made.bytes_per_token == 5 * 4096 * 2 + 9
     assert made.hours is None
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "longest", "positions"), [(True, 64, 256), (True, 16, 256), (False, 64, 0)]
+)
+def test_a_targets_memory_is_that_of_its_largest_warm_up(dataset, warm_up, longest, positions):
+    """Buckets of 16, 32 and 64 may hold 16, 8 and 4 samples each at a budget of 64."""
+    config = config_of(dataset.path, target=Target(warm_up=warm_up))
+    assert warmed_positions(config, longest) == positions
+    made = forecast(config, TrainingData(dataset), EIGHT_B, EIGHT_B_DRAFTER, None)
+    largest = max(made.counts.largest_forward, warmed_positions(config, 64))
+    slot = made.slot_bytes
+    assert made.target == target_memory(config, EIGHT_B, largest, slot)
 
 
 def test_hours_follow_the_slower_side_and_the_advice_their_ratio(dataset):
