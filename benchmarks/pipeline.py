@@ -1,156 +1,189 @@
-"""The whole pipeline on random weights of a given shape: committed tokens/s of `draftmill up`.
+"""The whole pipeline against its slower stage run alone, in one run: 1 target + 1 drafter, random weights.
 
-    python benchmarks/pipeline.py --shape qwen3-8b --steps 60      one target on GPU 0, one drafter on GPU 1
-    python benchmarks/pipeline.py --shape tiny --steps 40          on a CPU, to try the script
+    python benchmarks/pipeline.py --shape qwen3-8b --target.compile     target on GPU 0, drafter on GPU 1
+    python benchmarks/pipeline.py --shape qwen3.6-27b --window 15       its hybrid text tower, uncompiled
+    python benchmarks/pipeline.py --shape tiny --window 5               on a CPU, to try the script
 
-Writes a model and a dataset of random tokens into memory, then runs the real services. The rate is
-taken between the commit of a fifth of the steps and the last one, so start-up and compilation are left
-out; who waited for whom comes from the roles' own totals. The slower stage's share of its time that was
-spent working is how near the pipeline is to that stage run alone.
+    alone      the target from lease to Ready, then the drafter's step, each in a process of its own, with the
+               pipeline's options, batches and compiled kernels (benchmarks/stages/alone.py)
+    pipeline   the real services under `draftmill up`, observed in their steady state, then killed
+    memory     what each role and the arenas take, against `draftmill plan` and `check`
+
+Model and dataset are written into memory; a target's weights are made on its device and never read, all
+else is as in a run (benchmarks/stages/shapes.py, roles.py). Options of the schema go to every part. A part
+that fails is named in the JSON, which is printed in any case; the script ends within --limit seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from stages.alone import Alone
+from stages.footprint import compare
+from stages.running import Observed, Running, figures
+from stages.shapes import Shape, shapes, write_inputs
 
-from protocol.errors import RetryError
-from services.data.dataset import Sample
-from services.data.writer import write_dataset
-from services.local.status import fetch_json, read_address
+from services.config.load import load
+from services.config.schema import Config
+from services.config.sources import split_flags
 
-POLL_S = 0.5
-
-
-class Shape(NamedTuple):
-    model: PreTrainedConfig
-    dtype: torch.dtype
-    tokens: int  # of a sample
-    options: dict[str, str]
-
-
-def shapes() -> dict[str, Shape]:
-    qwen3_8b = Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
-        eos_token_id=1, bos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    tiny = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=1, bos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    gpu = {
-        "target.gpus": "0", "drafter.gpus": "1", "plan.token-budget": "4096", "plan.bucket-edges": "1024",
-        "recipe.anchors-per-pack": "512", "drafter.block-size": "16", "drafter.mask-token-id": "151669",
-    }  # fmt: skip
-    cpu = {
-        "plan.token-budget": "256", "plan.bucket-edges": "64", "recipe.anchors-per-pack": "16",
-        "drafter.layers": "2", "drafter.taps": "2", "drafter.block-size": "8", "drafter.mask-token-id": "511",
-        "target.threads": "1", "drafter.threads": "1",
-    }  # fmt: skip
-    return {
-        "qwen3-8b": Shape(qwen3_8b, torch.bfloat16, 1024, gpu),
-        "tiny": Shape(tiny, torch.float32, 64, cpu),
-    }
-
-
-def write_inputs(shape: Shape, folder: Path, samples: int) -> None:
-    """`model/` and `data/` with random weights and tokens; on a GPU if there is one, for speed."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape.model, dtype=shape.dtype)
-    model.save_pretrained(folder / "model")
-    random = np.random.default_rng(0)
-    rows = (
-        Sample(
-            random.integers(10, 500, shape.tokens).astype(np.int32), np.ones(shape.tokens, np.uint8)
-        )
-        for _ in range(samples)
-    )  # fmt: skip
-    write_dataset(folder / "data", rows, {"max_length": shape.tokens})
-
-
-def run_up(folder: Path, shape: Shape, extra: list[str]) -> list[tuple[float, Any]]:
-    """(seconds, status) as polled until `draftmill up` has ended."""
-    options = shape.options | {
-        "run.dir": str(folder / "run"), "model.path": str(folder / "model"),
-        "data.path": str(folder / "data"),
-        "model.dtype": str(shape.dtype).removeprefix("torch."), "drafter.dtype": str(shape.dtype)[6:],
-        "coordinator.http-port": "0", "checkpoint.every-steps": "100000", "target.self-check": "false",
-    }  # fmt: skip
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    up = subprocess.Popen([sys.executable, "-m", "services.cli", "up", *flags, *extra])
-    seen: list[tuple[float, Any]] = []
-    while up.poll() is None:
-        try:
-            up.wait(POLL_S)
-        except subprocess.TimeoutExpired:
-            try:
-                status = fetch_json(read_address(folder / "run"))
-            except RetryError:
-                continue
-            if status is not None:
-                seen.append((time.perf_counter(), status))
-    assert up.returncode == 0, f"`draftmill up` ended with {up.returncode}"
-    return seen
-
-
-def summarise(seen: list[tuple[float, Any]], steps: int) -> dict[str, Any]:
-    steady = [(at, s) for at, s in seen if steps // 5 <= s["step"] < s["total_steps"]]
-    (first_s, first), (last_s, last) = steady[0], steady[-1]
-    wall_s = last_s - first_s
-    tokens = last["counters"]["committed_tokens"] - first["counters"]["committed_tokens"]
-    roles = {}
-    for before, after in zip(first["roles"], last["roles"], strict=True):
-        grown = {name: after["phases"][name] - before["phases"].get(name, 0.0) for name in after["phases"]}
-        roles[f"{after['role']} {after['index']}"] = {
-            "device": after["device"],
-            "phase_share": {name: round(value / wall_s, 4) for name, value in sorted(grown.items())},
-        }
-    return {
-        "steps": last["step"] - first["step"],
-        "wall_s": round(wall_s, 2),
-        "committed_tokens_per_s": round(tokens / wall_s, 1),
-        "loss": last["loss"],
-        "roles": roles,
-    }
+ROOT = Path(__file__).parents[1]
+BAR = 0.95
+END_S = 12.0  # of --limit, for what comes after the window
+ALONE_SHARE = 0.5  # of --limit, until the stages alone must be ready
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(shapes()), default="tiny")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of 4 packs")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where model and data go")
-    parser.add_argument("--out", type=Path)
-    options, extra = parser.parse_known_args()
+    options, flags, _ = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended and results printed
+    begun_s = time.perf_counter()
     shape = shapes()[options.shape]
-    per_pack = int(shape.options["plan.token-budget"]) // shape.tokens
-    with tempfile.TemporaryDirectory(prefix="draftmill-", dir=options.memory) as name:
-        folder = Path(name)
-        write_inputs(shape, folder, samples=options.steps * 4 * per_pack)
-        result = summarise(run_up(folder, shape, extra), options.steps)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    machine = {
-        "gpus": gpus, "cores": os.cpu_count(), "python": platform.python_version(),
-        "torch": torch.__version__, "transformers": transformers.__version__,
+    result: dict[str, Any] = {
+        "benchmark": "pipeline", "machine": machine(), "shape": options.shape, "flags": flags, "failed": [],
     }  # fmt: skip
-    text = json.dumps({"machine": machine, "shape": options.shape, "extra": extra, **result}, indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="draftmill-", dir=options.memory, ignore_cleanup_errors=True
+        ) as name:
+            measure(result, shape, Path(name), options, flags, begun_s)
+    finally:
+        result["wall_s"] = round(time.perf_counter() - begun_s, 1)
+        text = json.dumps(result, indent=1)
+        print(text, flush=True)
+        if options.out:
+            options.out.write_text(text + "\n")
+    sys.exit(1 if result["failed"] else 0)
+
+
+def parse() -> tuple[argparse.Namespace, list[tuple[str, str]], list[str]]:
+    flags, words = split_flags(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(shapes()), default="tiny")
+    parser.add_argument("--window", type=float, default=20.0, help="seconds of steady state")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for everything")
+    parser.add_argument("--steps", type=int, default=600, help="of the run that is planned: never reached")
+    parser.add_argument("--no-alone", action="store_true", help="measure the pipeline only")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where model and data go")
+    parser.add_argument("--cache", type=Path, help="compiled kernels to start from; none: a new folder")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words), flags, words
+
+
+def measure(
+    result: dict[str, Any], shape: Shape, folder: Path, options: argparse.Namespace,
+    flags: list[tuple[str, str]], begun_s: float,
+) -> None:  # fmt: skip
+    words = run_flags(shape, folder, options.cache or folder / "compiled", dict(flags))
+    config = load(None, split_flags(words)[0]).config
+    packs = options.steps * config.plan.packs_per_step
+    write_inputs(shape, folder, packs * (config.plan.token_budget // shape.tokens))
+    note(result, "inputs_s", begun_s)
+    if not options.no_alone:
+        measure_alone(result, words, folder, shape.batches, begun_s + ALONE_SHARE * options.limit)
+        note(result, "alone_s", begun_s)
+    with part(result, "pipeline"):
+        with Running(config, words, environment()) as running:
+            observed = running.observe(options.window, begun_s + options.limit - END_S)
+        result["pipeline"] = figures(observed)
+        result["against_slower_stage"] = against(result)
+        with part(result, "memory"):
+            result["memory"] = memory(config, observed)
+
+
+def run_flags(shape: Shape, folder: Path, cache: Path, given: dict[str, str]) -> list[str]:
+    """The run's options, each once: those given win."""
+    dtype = str(shape.dtype).removeprefix("torch.")
+    options = shape.options | {
+        "run.dir": str(folder / "run"), "model.path": str(folder / "model"),
+        "data.path": str(folder / "data"), "arena.dir": str(folder / "arena"),
+        "run.compile-cache": str(cache), "model.dtype": dtype, "drafter.dtype": dtype,
+        "coordinator.http-port": "0", "checkpoint.every-steps": "1000000", "target.self-check": "false",
+        "profile.interval-s": "10",
+    }  # fmt: skip
+    flags = {f"--{name}": value for name, value in options.items()}
+    return [f"{name}={value}" for name, value in (flags | given).items()]
+
+
+def environment() -> dict[str, str]:
+    """Children find the project and this folder wherever they start."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+
+
+def measure_alone(
+    result: dict[str, Any], words: list[str], folder: Path, packs: int, ready_until_s: float
+) -> None:
+    """Both are prepared side by side, then measured one after the other."""
+    apart = [*(word for word in words if not word.startswith("--run.dir=")), f"--run.dir={folder / 'alone'}"]
+    found, ready = result.setdefault("alone", {}), []
+    with contextlib.ExitStack() as stack:
+        stages = [
+            Alone(name, [str(packs), *apart], environment(), ready_until_s) for name in ("target", "drafter")
+        ]
+        for stage in stages:
+            stack.callback(stage.close)
+        for stage in stages:
+            with part(result, f"{stage.name} alone"):
+                stage.ready()
+                ready.append(stage)
+        for stage in ready:
+            with part(result, f"{stage.name} alone"):
+                found[stage.name] = stage.measure()
+
+
+def against(result: dict[str, Any]) -> dict[str, Any]:
+    alone = result.get("alone", {})
+    if set(alone) != {"target", "drafter"}:
+        return {}
+    slower = min(alone, key=lambda name: alone[name]["tokens_per_s"])
+    ratio = result["pipeline"]["committed_tokens_per_s"] / alone[slower]["tokens_per_s"]
+    return {"slower": slower, "ratio": round(ratio, 4), "bar": BAR, "met": ratio >= BAR}
+
+
+def memory(config: Config, observed: Observed) -> dict[str, Any]:
+    assert observed.footprint is not None, "the run had ended"
+    totals = {role["role"]: role["totals"] for role in observed.statuses[-1].status["roles"]}
+    return compare(config, observed.footprint, totals)
+
+
+@contextmanager
+def part(result: dict[str, Any], name: str) -> Iterator[None]:
+    """What goes wrong inside is noted, and the other parts go on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - results of the other parts must not be lost
+        traceback.print_exc()
+        result["failed"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+
+
+def note(result: dict[str, Any], name: str, begun_s: float) -> None:
+    result.setdefault("elapsed", {})[name] = round(time.perf_counter() - begun_s, 1)
+
+
+def machine() -> dict[str, Any]:
+    count = torch.cuda.device_count()
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)], "cores": os.cpu_count(),
+        "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
