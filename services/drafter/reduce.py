@@ -188,7 +188,9 @@ def meet(group: Group, incarnation: str, wanted: Wanted) -> Meeting:
     if store is None:
         with _broken("the store's host was lost"):
             store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=COLLECTIVE_S), False)
-    return Meeting(rank, names, store, address, wanted)
+    # Another group may have been quicker to listen on this port: in its store nobody answers to our names.
+    own = dist.PrefixStore(f"{group.generation} {' '.join(names)}", store)
+    return Meeting(rank, names, own, address, wanted)
 
 
 def _host_store(host: str, port: int) -> dist.TCPStore:

@@ -222,6 +222,23 @@ def test_a_taken_port_breaks_the_group_and_says_so():
             meet(group, "drafter-0", lambda _try: True)
 
 
+def test_a_member_that_comes_upon_another_group_meets_nobody_there():
+    """Ports are drawn, and another run on the host may have drawn the same one first."""
+    group = group_of(2)
+    host = meet(group, "drafter-0", lambda _try: True)
+    host.store.set("standing/0", NOBODY.encode())
+    strangers = tuple(Member(rank=rank, incarnation=f"drafter-of-another-run-{rank}") for rank in range(2))
+    answers = iter([True])
+    lost = meet(
+        group.model_copy(update={"members": strangers}),
+        strangers[1].incarnation,
+        lambda _try: next(answers, False),
+    )
+    with pytest.raises(GroupBroken, match="another generation"):
+        lost.share(NOBODY)
+    assert not host.store.check(["standing/1"])
+
+
 # ---- newcomers --------------------------------------------------------------------------------
 
 
