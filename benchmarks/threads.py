@@ -34,6 +34,7 @@ from stages.threaded import SETTLING, Threads
 from services.config.environment import keep_compiled
 from services.config.load import load
 from services.config.sources import split_flags
+from services.lifecycle import ExitCode, leave
 
 END_S = 6.0  # of --limit, for what comes after the window
 
@@ -45,7 +46,9 @@ def main() -> None:
     result: dict[str, Any] = {
         "benchmark": "threads", "machine": machine(), "shape": options.shape, "flags": flags, "failed": [],
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="draftmill-", dir=options.memory) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="draftmill-", dir=options.memory, ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         words = run_flags(shape, folder, options.cache or folder / "compiled", dict(flags))
         config = load(None, split_flags(words)[0]).config
@@ -64,7 +67,7 @@ def main() -> None:
     print(text, flush=True)
     if options.out:
         options.out.write_text(text + "\n")
-    sys.exit(1 if result["failed"] else 0)
+    leave(ExitCode.UNEXPECTED if result["failed"] else ExitCode.FINISHED)  # whatever the threads still do
 
 
 def parse() -> tuple[argparse.Namespace, list[tuple[str, str]]]:

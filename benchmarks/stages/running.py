@@ -155,9 +155,9 @@ def _roles(statuses: list[Seen]) -> dict[str, Any]:
         return {}
     seconds = statuses[-1].at_s - statuses[0].at_s
     found = {}
-    for before, after in zip(statuses[0].status["roles"], statuses[-1].status["roles"], strict=True):
-        name = after["role"]
-        old, new = before["totals"], after["totals"]
+    earlier = {role["incarnation"]: role["totals"] for role in statuses[0].status["roles"]}
+    for after in statuses[-1].status["roles"]:
+        name, old, new = after["role"], earlier.get(after["incarnation"], {}), after["totals"]
         grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
         shares = {
             key.removeprefix("phase_").removesuffix("_seconds"): round(value / seconds, 4)
