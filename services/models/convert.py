@@ -129,7 +129,7 @@ def _write(gguf: Path, folder: Path, dtype: Dtype) -> None:
 
     special = _read_special(gguf)
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype)
+        gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype), **_unpacked()
     )
     _check_dense(model, gguf, dtype)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -139,6 +139,14 @@ def _write(gguf: Path, folder: Path, dtype: Dtype) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _forget_source(folder / "config.json")
+
+
+def _unpacked() -> dict[str, Any]:
+    """Transformers from 5.17 on keep GGUF weights packed unless told not to; earlier ones know no such option."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _read_special(gguf: Path) -> Special:
@@ -167,7 +175,7 @@ def _check_dense(model: PreTrainedModel, gguf: Path, dtype: Dtype) -> None:
         if str(parameter.dtype) != f"torch.{dtype}":
             raise ModelError(
                 f"{gguf}: weight {name} came out as {parameter.dtype}, not {dtype}: this transformers keeps "
-                "GGUF weights packed; convert with transformers==5.15.0"
+                "GGUF weights packed; convert with transformers 5.15 or 5.17"
             )
 
 
