@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from chaos_faults import Faults, SmallDisk
 from chaos_roles import ForkedRun, pause, preload
-from harness import write_data, write_model
+from harness import DEADLINE_S, Patience, write_data, write_model
 
 from services.lifecycle import arena_folder
 
@@ -37,8 +38,7 @@ CLOSE = 1e-3
 
 SILENCE_S = 2.0
 PERIOD_S = 0.7  # between two disturbances, on average
-ROUND_S = 30.0  # of disturbances; then the round may end in peace
-CALM_S = 120.0  # in which it must
+ROUND_S = 30.0  # of disturbances; then the round must end in peace
 FLAGS = (
     f"--coordinator.silence-s={SILENCE_S}",
     "--coordinator.rejoin-s=5",
@@ -113,14 +113,21 @@ class Chaos:
             faults.undo_due(everything=True)
             self._calm(run)
             self._judge(run, faults, reference)
-        except BaseException:
-            sys.stderr.write(f"round {number} (seed {self.options.seed}): logs in {run.log_folder}\n")
-            raise
         finally:
             faults.undo_due(everything=True)
+            if not self.tally.good or not run.finished():
+                self._keep(run, number)
             for disk in disks:
                 disk.close()
             run.close()
+
+    def _keep(self, run: ForkedRun, number: int) -> None:
+        """Ledger, metrics and weights of a round that broke the promise, beside its logs: its disk goes."""
+        for process in run.processes.values():
+            process.kill()
+            process.wait()
+        shutil.copytree(run.dir, run.log_folder / "run", ignore=shutil.ignore_patterns("filler"))
+        print(f"round {number} of seed {self.options.seed}: kept in {run.log_folder}", flush=True)
 
     def _disks(self, run: ForkedRun) -> list[SmallDisk]:
         return [SmallDisk(run.arena), SmallDisk(run.dir)]
@@ -138,10 +145,10 @@ class Chaos:
 
     def _calm(self, run: ForkedRun) -> None:
         """To the finished record and the end of every process, restarting what dies."""
-        deadline_s = time.monotonic() + CALM_S
+        patience = Patience(run)
         while not (run.finished() and self._ended(run)):
-            if time.monotonic() > deadline_s:
-                raise AssertionError(f"not finished {CALM_S} s after the last disturbance\n{run.tails()}")
+            if patience.over():
+                raise AssertionError(f"no progress for {DEADLINE_S} s without disturbance\n{run.tails()}")
             if not run.finished() or run.processes["coordinator"].poll() not in (None, 0):
                 run.revive()
             pause(0.2)
@@ -167,6 +174,8 @@ class Chaos:
             leaked_bytes=left,
         )
         self.tally.weights.add(self._compare(run, reference))
+        if result["failures"]:
+            print(f"failed: {result['failures']}", flush=True)
 
     def _compare(self, run: ForkedRun, reference: ForkedRun) -> str:
         if run.final_weights() == reference.final_weights():
@@ -199,15 +208,20 @@ def main() -> int:
     parser.add_argument("--targets", type=int, default=2)
     parser.add_argument("--drafters", type=int, default=1)
     parser.add_argument("--elastic", choices=("shrink", "wait"), default="wait")
-    parser.add_argument("--keep", type=Path, help="existing folder for logs and runs, which stay")
+    parser.add_argument("--keep", type=Path, help="existing folder where they stay; else only if it fails")
     parser.add_argument("--no-fill", dest="fill", action="store_false", help="leave full disks out")
     options = parser.parse_args()
     options.fill = options.fill and os.geteuid() == 0
     preload()
-    if options.keep:
-        return rounds(Chaos(Path(tempfile.mkdtemp(prefix="chaos-", dir=options.keep)), options), options)
-    with tempfile.TemporaryDirectory(prefix="draftmill-chaos-") as folder:
-        return rounds(Chaos(Path(folder), options), options)
+    folder, code = Path(tempfile.mkdtemp(prefix="draftmill-chaos-", dir=options.keep)), 1
+    try:
+        code = rounds(Chaos(folder, options), options)
+    finally:
+        if code:
+            print(f"logs and runs are in {folder}", file=sys.stderr)
+        elif not options.keep:
+            shutil.rmtree(folder)
+    return code
 
 
 def rounds(chaos: Chaos, options: argparse.Namespace) -> int:

@@ -23,9 +23,8 @@ TOOL = Path(__file__).with_name("chaos.py")
 def test_whatever_is_killed_every_sample_counts_once(drafters, elastic, weights):
     words = ["--duration", "40", "--seed", "7", "--drafters", str(drafters), "--elastic", elastic]
     done = subprocess.run(
-        [sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=400, env=environment(),
-        check=False,
-    )  # fmt: skip
+        [sys.executable, str(TOOL), *words], capture_output=True, text=True, env=environment(), check=False
+    )  # its deadlines are the tool's own, which knows what progress is
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     last = done.stdout.splitlines()[-1]
     assert "lost=0 duplicated=0 failed=0 leaked_bytes=0" in last

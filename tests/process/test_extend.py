@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import DEADLINE_S, NEWEST, environment, write_data
+from harness import DEADLINE_S, NEWEST, environment, slowness, write_data
 
 from services.config.load import load
 from services.data.plan import Schedule
@@ -20,7 +20,7 @@ CONSTANT_LR = ("lr = 0.003", "lr = 0.003\nwarmup_ratio = 0.0\nmin_lr_ratio = 1.0
 def command(run, *words: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "services.cli", *words, "--config", str(run.file)]
     return subprocess.run(
-        line, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(), check=False
+        line, capture_output=True, text=True, timeout=DEADLINE_S * slowness(), env=environment(), check=False
     )
 
 

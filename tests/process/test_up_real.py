@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import DEADLINE_S, environment
+from harness import DEADLINE_S, environment, slowness
 
 from services.lifecycle import ExitCode
 
@@ -33,7 +33,7 @@ class Up:
 
     def wait(self) -> int:
         try:
-            return self.process.wait(DEADLINE_S)
+            return self.process.wait(DEADLINE_S * slowness())
         finally:
             self.process.kill()
 
