@@ -131,7 +131,8 @@ class Arena:
     def open(cls, folder: Path, name: str) -> Self:
         """Map the arena file `name`, which a message gave.
 
-        StalePack: it is gone. CorruptPack: it is not what its name says. DecodeError: no arena's name.
+        StalePack: it is gone, or was cut, which ends its owner. CorruptPack: it is not what its name says.
+        DecodeError: no arena's name.
         """
         path = folder / name
         if path.name != name or not name.endswith(".arena"):
@@ -248,7 +249,7 @@ def read_computing(folder: Path, incarnation: str) -> Computing | None:
     try:
         raw = os.pread(file, PAGE_BYTES, 0)
         _check_file(path, raw[: _FILE.size], os.fstat(file).st_size)
-    except CorruptPack:
+    except (CorruptPack, StalePack):
         return None
     finally:
         os.close(file)
@@ -307,7 +308,7 @@ def _map(file: int, size: int) -> memoryview:
 
 
 def _check_file(path: Path, raw: bytes, size: int) -> None:
-    """CorruptPack unless `raw` is the header of the arena that `path` names, in a file of `size` bytes."""
+    """CorruptPack unless `raw` is the header of the arena that `path` names; StalePack if it is not whole."""
     if len(raw) < _FILE.size:
         raise CorruptPack(f"{path} of {size} bytes is too short for an arena")
     magic, version, kind, slots, slot_bytes, length, name, _ = _FILE.unpack(raw)
@@ -316,7 +317,7 @@ def _check_file(path: Path, raw: bytes, size: int) -> None:
     if arena_name(name[:length].decode("ascii", "replace")) != path.name:
         raise CorruptPack(f"{path} was written by {name[:length]!r}")
     if size != arena_bytes(KINDS[kind], slots, slot_bytes):
-        raise CorruptPack(f"{path} has {size:,} bytes; {slots} slots of {slot_bytes:,} do not fit that")
+        raise StalePack(f"{path} was cut: {slots} slots of {slot_bytes:,} do not fit its {size:,} bytes")
 
 
 def _slot_at(slot: int) -> int:

@@ -357,6 +357,16 @@ def test_a_slot_whose_contents_are_not_what_was_sealed_ends_the_drafter(station,
         drafter.ended.result(SECONDS)
 
 
+def test_a_pack_in_a_file_that_is_cut_already_is_not_taken(station, drafter):
+    """It may be there again at once, from the target's next incarnation: no reason to end the drafter."""
+    adopt_seed(station)
+    descriptor = station.writer.write(7, BatchId(0, 9), station.stamp(), random_pack(9))
+    os.truncate(station.writer._arena.path, 10_000)
+    station.send_pack(NAME, descriptor)
+    station.reported(NAME, lambda r: r.totals["stale_packs_total"] == 1.0)
+    assert station.reports[NAME].held == ()
+
+
 def test_a_slot_that_is_cut_once_it_was_taken_ends_the_drafter_before_it_votes(station, drafter):
     adopt_seed(station)
     taken = station.publish(NAME, BatchId(0, 1), random_pack(1))

@@ -133,7 +133,7 @@ def test_what_is_gone_is_stale_and_what_is_wrong_is_corrupt(tmp_path: Path) -> N
         Arena.open(tmp_path, "zero.arena")
     short = arena(tmp_path, incarnation="short")
     os.truncate(short.path, 8192)
-    with pytest.raises(CorruptPack, match="8,192 bytes; 3 slots of 1,000"):
+    with pytest.raises(StalePack, match="3 slots of 1,000 do not fit its 8,192 bytes"):
         Arena.open(tmp_path, "short.arena")
 
 
