@@ -142,7 +142,7 @@ def _write(gguf: Path, folder: Path, dtype: Dtype) -> None:
 
 
 def _unpacked() -> dict[str, Any]:
-    """Transformers from 5.17 on keep GGUF weights packed unless told not to; earlier ones know no such option."""
+    """Transformers from 5.17 on keep GGUF weights packed unless told not to; earlier ones cannot."""
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)
