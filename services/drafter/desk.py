@@ -309,8 +309,19 @@ class Desk:
             "vote": attempt.vote if attempt else None,
             "saved": tuple(self._saved[at] for at in sorted(self._saved)),
             "metrics": tuple(self._metrics),
-            "failures": tuple(self._failures.values()),
+            "failures": (*self._failures.values(), *self._outrun()),
         }
+
+    def _outrun(self) -> tuple[Failure, ...]:
+        """A save that was not begun while its state was there: unsaid, it would be waited for to the end."""
+        at, complete = self.orders.save if self.orders else None, self.complete
+        if self.orders is None or at is None or complete is None or at in self.orders.recorded:
+            return ()
+        if at in self._saved or at == self._saving or at in self._failures:
+            return ()
+        if complete.timeline != at.timeline or complete.step <= at.step:
+            return ()  # still to come, or to be taken from another member
+        return (_failure("save", f"step {at.step} was not saved before step {complete.step} came"),)
 
 
 def _failure(order: Literal["adopt", "group", "save"], why: str) -> Failure:

@@ -487,6 +487,26 @@ def test_an_order_that_failed_rests_until_retry_and_its_error_ends_with_the_orde
     assert desk.next_action() == Save(STEP_0)
 
 
+def test_a_save_that_rests_is_given_up_once_its_state_has_passed():
+    """Or the coordinator waits for this one, orders no other, and the run never ends."""
+    desk = ready_desk(5)
+    desk.saving(STEP_0)
+    desk.unsaved(STEP_0, "disk full")
+    desk.take_orders(orders_of(2))
+    desk.take_orders(orders_of(3, save=STEP_0, train=train_of(5)))
+    assert failures(desk) == [], "it may be tried again while the step lasts"
+    desk.learned(desk.next_action().pack)
+    desk.voted(Vote(step_try=TRY, packs=(Stamp(1, 5),), bad_positions=(), gradient_finite=True))
+    desk.take_orders(orders_of(4, save=STEP_0, committed=TRY))
+    assert desk.next_action() == Commit(TRY)
+    desk.committed(StepMetrics(at=STEP_1, values={}))
+    assert failures(desk) == ["save: step 0 was not saved before step 1 came"]
+    desk.take_orders(orders_of(5, save=STEP_1))
+    assert failures(desk) == [] and desk.next_action() == Save(STEP_1)
+    desk.take_orders(orders_of(6, save=StepAt(0, 2)))
+    assert failures(desk) == [], "it has yet to come there"
+
+
 def test_training_goes_on_while_a_checkpoint_is_written():
     desk = ready_desk(5)
     desk.take_orders(orders_of(2, save=STEP_0, train=train_of(5)))
