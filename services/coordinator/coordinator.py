@@ -379,17 +379,20 @@ class Coordinator:
             assert self.current is None, "a try outlived its world"
 
     def _roll_back_if_lost(self, now_s: float) -> None:
-        """Nobody has the last step's weights any more: continue from the last recorded checkpoint."""
+        """Nobody has the last step's weights any more: continue from the last recorded checkpoint, if any."""
         if not self.world.ranks or any(map(self.is_complete, self.members.drafters.values())):
             return
         checkpoint = self.ledger.last_checkpoint()
-        if checkpoint is None or checkpoint.at.step == self.step:
+        back = (
+            checkpoint.at if checkpoint is not None else StepAt(self.ledger.timeline, 0)
+        )  # the seed's weights
+        if back.step == self.step:
             return  # drafters start from the seed, or from the checkpoint of this very step
-        lost = self.step - checkpoint.at.step
-        timeline = self.ledger.open_timeline(checkpoint)
+        lost = self.step - back.step
+        timeline = self.ledger.open_timeline(back)
         self.current = self.saves.pending = None
         self.work.rolled_back()
-        self.record.rolled_back(now_s, timeline, checkpoint.at.step, lost)
+        self.record.rolled_back(now_s, timeline, back.step, lost)
 
     def _open_try(self) -> None:
         """A try opens when the world is formed and complete; its packs may still be on their way."""

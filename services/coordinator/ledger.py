@@ -330,12 +330,12 @@ class Ledger:
         self._checkpoints = None
         self._db.execute("UPDATE checkpoints SET deleted = 1 WHERE name = ?", (name,))
 
-    def open_timeline(self, checkpoint: CheckpointRow) -> int:
-        """Roll back to `checkpoint`: a new timeline with its parent's outcomes before that step.
+    def open_timeline(self, at: StepAt) -> int:
+        """Roll back to `at`, a checkpoint's or a timeline's beginning: a new one with the outcomes before it.
 
         Steps, skips and non-finite failures from that step on are forgotten; poison failures stay.
         """
-        parent, step, new = checkpoint.at.timeline, checkpoint.at.step, self._timeline + 1
+        parent, step, new = at.timeline, at.step, self._timeline + 1
         with self.transaction():
             self._db.execute("INSERT INTO timelines VALUES(?, ?, ?)", (new, parent, step))
             self._db.execute(

@@ -29,7 +29,7 @@ def roll_back(config: Config, step: int) -> tuple[int, CheckpointRow]:
         ledger = Ledger(path, identity)
         try:
             row = _kept(ledger, config, step)
-            return ledger.open_timeline(row), row
+            return ledger.open_timeline(row.at), row
         finally:
             ledger.close()
 

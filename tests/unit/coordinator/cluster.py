@@ -218,6 +218,8 @@ class SimDrafter(Role):
 
     def _save(self, orders: DrafterOrders, cluster: Cluster) -> None:
         self.saved = {at: saved for at, saved in self.saved.items() if at not in orders.recorded}
+        if cluster.disk_full:
+            return
         if orders.save is not None and orders.save == self.complete and orders.save not in self.saved:
             name = f"ckpt-{self.complete.timeline}-{self.complete.step}-{self.name}"
             cluster.disk[name] = self.weights
@@ -254,7 +256,10 @@ class SimDrafter(Role):
         )  # fmt: skip
 
     def _failures(self) -> tuple[Failure, ...]:
-        group = self.orders.group if self.orders else None
+        save, group = (self.orders.save, self.orders.group) if self.orders else (None, None)
+        outrun = save is not None and save not in self.saved and self.complete is not None
+        if outrun and self.complete.timeline == save.timeline and self.complete.step > save.step:
+            return (Failure(order="save", reason="its state has passed"),)
         broken = group is not None and group.generation == self.unformed
         if not broken:
             return ()
@@ -277,6 +282,7 @@ class Cluster:
         self.roles: dict[str, Role] = {}
         self.dead: dict[str, object] = {}
         self.disk: dict[str, tuple] = {}
+        self.disk_full = False
         self.trained: dict[tuple, tuple] = {}
         self.network: list[tuple[str, object]] = []
         self.now_s, self.born = 0.0, 0

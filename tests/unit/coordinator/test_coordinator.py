@@ -119,6 +119,32 @@ def test_a_drafter_death_rolls_back_to_the_last_checkpoint(tmp_path, dataset):
     cluster.check()
 
 
+def full_disk_up_to(step: int, cluster: Cluster) -> None:
+    cluster.disk_full = True
+    while cluster.core.step < step:
+        cluster.respawn()
+        cluster.turn()
+    assert cluster.ledger.checkpoints() == ()
+    cluster.disk_full = False
+
+
+def test_a_disk_that_was_full_at_a_checkpoint_keeps_out_no_later_one(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    full_disk_up_to(1, cluster)
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.timeline == 0
+
+
+def test_a_run_that_has_no_checkpoint_yet_rolls_back_to_the_seed(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    full_disk_up_to(3, cluster)
+    cluster.kill(next(name for name in cluster.roles if name.startswith("drafter")))
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.lineage() == [(1, None), (0, 0)]
+
+
 def test_checkpoints_that_are_further_apart_than_kills_are_told_of(tmp_path, dataset):
     cluster = Cluster(tmp_path, config(checkpoint={"every_steps": 100}), dataset, seed=1)
     for _ in range(2):

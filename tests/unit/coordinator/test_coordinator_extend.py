@@ -142,7 +142,7 @@ def test_a_finished_run_goes_on_with_other_data_through_deaths_and_a_rollback(
     assert cluster.core.record.samples_total == len(first) + 2 * len(more)
 
     back = next(row for row in ledger.checkpoints() if 0 < row.at.step < border)  # across the border
-    timeline = ledger.open_timeline(back)
+    timeline = ledger.open_timeline(back.at)
     for name in list(cluster.roles):
         cluster.kill(name)
     cluster.restart_coordinator()

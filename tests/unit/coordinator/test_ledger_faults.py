@@ -105,7 +105,7 @@ def test_a_finished_run_that_was_rolled_back_is_not_finished(tmp_path):
     commit(ledger, 1)
     ledger.finish()
     assert ledger.finished
-    assert ledger.open_timeline(ledger.checkpoints()[-1]) == 1
+    assert ledger.open_timeline(ledger.checkpoints()[-1].at) == 1
     assert not ledger.finished and ledger.committed_steps == 1 and len(ledger.outcomes(0)) == 10
 
 
