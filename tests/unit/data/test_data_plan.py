@@ -131,7 +131,7 @@ def test_the_schedule_ends(tmp_path):
         schedule.epoch(1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.permutations(list(range(6))))
 def test_a_schedule_gives_the_same_epochs_in_whatever_order_they_are_asked(tmp_path_factory, asked):
     path = tmp_path_factory.mktemp("plan") / "d"
