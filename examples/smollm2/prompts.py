@@ -28,7 +28,7 @@ def questions(folder: Path, out: Path, limit: int) -> None:
         return
 
     def read(name: str) -> list[Any]:
-        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        lines = (folder / name).read_text(encoding="utf-8").rstrip("\n").split("\n")
         return [json.loads(line) for line in lines[: limit or None]]
 
     def named(domain: str, texts: list[str]) -> list[dict[str, str]]:

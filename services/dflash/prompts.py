@@ -28,7 +28,7 @@ def load_prompts(path: Path, tokenizer: Any, *, limit: int = 0, **template_optio
     if not path.is_file():
         raise DataError(f"prompts {path}: no such file; name a JSONL file of prompts")
     prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         if limit and len(prompts) == limit:

@@ -58,12 +58,20 @@ def export(
         origin=origin,
         evaluation=measured,
         checked=found,
-        versions={name: metadata.version(name) for name in _PACKAGES},
+        versions={name: version(name) for name in _PACKAGES},
     )
     (out / "README.md").write_text(card, encoding="utf-8")
     if not push_to_hub:
         return found
     return {**found, "pushed": push(out, push_to_hub, hub)}
+
+
+def version(package: str) -> str:
+    """As installed; a package that runs from its source tree has no version to name."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "from source"
 
 
 def read_origin(checkpoint: Path) -> Origin:

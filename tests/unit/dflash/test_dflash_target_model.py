@@ -106,11 +106,13 @@ def test_prompts_are_read_in_each_form(tmp_path):
         },
     ]
     file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    separators = json.dumps({"prompt": "a", "domain": "\u2028 \x85"}, ensure_ascii=False)  # end no line
+    file.write_text("\n".join([*map(json.dumps, rows), separators]) + "\n\n", encoding="utf-8")
     assert [(p.ids, p.domain) for p in load_prompts(file, Words())] == [
         ((1, 2), ""),
         ((3,), "maths"),
         ((2,), "x"),
+        ((1,), "\u2028 \x85"),
     ]
     assert len(load_prompts(file, Words(), limit=2)) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from services.dflash.speculate import Generation
 from services.evaluator.agenda import Recorded
 from services.evaluator.figures import line_of
 from services.evaluator.kept import Kept
-from services.models.publish import export
+from services.models.publish import export, version
 
 CARD = "---\nlicense: other\nlicense_name: tiny-research\nlicense_link: LICENSE\n---\n# Tiny\n"
 FLAGS = [("--model.path", "target"), ("--data.path", "data"), ("--recipe.lr", "0.002"),
@@ -120,6 +121,11 @@ def test_what_was_not_recorded_is_said_to_be_so(place, tmp_path):
     assert "Not measured at export" in card and "license" not in metadata_load(
         tmp_path / "again" / "README.md"
     )
+
+
+def test_a_package_that_is_not_installed_is_named_as_source():
+    assert version("torch") == metadata.version("torch")
+    assert version("no-such-package") == "from source"
 
 
 def test_another_target_is_refused_before_anything_is_written(place, tmp_path):
