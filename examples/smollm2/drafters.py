@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +41,14 @@ class Drafters:
         self._model, self._out, self._places, self._processes = model, out, places, processes
         self._compiled = threading.Event()  # the first run has compiled what the others find in the cache
 
-    def make(self, rows: list[Row]) -> None:
+    def make(self, rows: list[Row]) -> Iterator[str]:
+        """The rows' names as they end. One that fails is said so, and the others go on."""
         with ThreadPoolExecutor(self._places.count) as pool:
-            jobs = [pool.submit(self._one, row, first=row is rows[0]) for row in rows]
-            for job in jobs:
-                job.result()
+            jobs = {pool.submit(self._one, row, first=row is rows[0]): row.name for row in rows}
+            for job in as_completed(jobs):
+                if error := job.exception():
+                    say(f"[red]{jobs[job]}: {type(error).__name__}: {error}[/red]")
+                yield jobs[job]
 
     def _one(self, row: Row, *, first: bool) -> None:
         with self._places.one() as env:
@@ -103,7 +107,7 @@ class Drafters:
         run.mkdir(parents=True, exist_ok=True)
         say(f"{row.name}: training")
         data = self._out / "data" / row.data
-        config = load(BASE, [("model.path", self._model), ("data.path", str(data))]).config
+        config = load(BASE, [("--model.path", self._model), ("--data.path", str(data))]).config
         plan, drafter, recipe = config.plan, config.drafter, config.recipe
         given = {
             "model": self._model, "data": data, "out": export,

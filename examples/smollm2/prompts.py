@@ -108,19 +108,22 @@ def answer(model: str, out: Path, places: Places, limit_s: float) -> None:
 
 
 def prepare(model: str, out: Path) -> None:
-    for name, pattern in (("all", "*-[0-9]*.jsonl"), ("greedy", "greedy-*.jsonl")):
+    """data/all and data/greedy."""
+
+    def one(name: str, pattern: str) -> None:
         if (out / "data" / name).exists():
-            continue
-        files = [
-            file for file in sorted((out / "answers").glob(pattern)) if not file.name.startswith("prompts")
-        ]
-        for file in files:  # an answer that was being written when its process was ended
-            whole = file.read_bytes()
-            file.write_bytes(whole[: whole.rfind(b"\n") + 1])
-        words = ["prepare", *map(str, (f for f in files if f.stat().st_size)), "--config", str(BASE)]
-        told = [f"--model.path={model}", f"--data.path={out / 'data' / name}", f"--run.dir={out / 'none'}"]
-        if not draftmill(out / "prepare.log", *words, *told, into=out / f"prepare-{name}.json"):
+            return
+        files = [file for file in sorted((out / "answers").glob(pattern)) if file.stat().st_size]
+        words = ["prepare", *map(str, files), "--config", str(BASE), f"--run.dir={out / 'none'}"]
+        told = [f"--model.path={model}", f"--data.path={out / 'data' / name}"]
+        if not draftmill(out / f"prepare-{name}.log", *words, *told, into=out / f"prepare-{name}.json"):
             raise SystemExit(1)
+
+    for file in (out / "answers").glob("*.jsonl"):  # one that was being written when its process was ended
+        whole = file.read_bytes()
+        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, ("all", "greedy"), ("[gs]*-*.jsonl", "greedy-*.jsonl")))
     say(f"prepare: {tokens(out, 'all'):,} tokens, of which greedy {tokens(out, 'greedy'):,}")
 
 

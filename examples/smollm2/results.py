@@ -13,8 +13,8 @@ from prompts import tokens
 from rich.table import Table
 
 
-def report(out: Path, rows: list[Row]) -> None:
-    """results.json and a table of what is there; a row that failed is shown empty."""
+def collect(out: Path, rows: list[Row]) -> dict[str, Any]:
+    """What is there by now, by row; also written to results.json."""
     found = {row.name: result(out, row) for row in rows}
     speeds = out / "speed.json"
     everything = {
@@ -25,6 +25,10 @@ def report(out: Path, rows: list[Row]) -> None:
         "wall_s": round(time.monotonic() - began_s),
     }
     (out / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
     domains = ("gsm8k", "mt_bench", "human_eval", "self_instruct")
     table = Table(
         "drafter", "steps", "tokens", "loss", *domains, "lossless", title="acceptance length, greedy"
@@ -49,8 +53,9 @@ def result(out: Path, row: Row) -> dict[str, Any]:
         last = steps[-50:]
         values |= {
             "steps": steps[-1]["step"],
-            "tokens": sum(step.get("tokens", 0) for step in steps),
+            "tokens": int(sum(step["tokens"] for step in steps)),
             "loss": sum(step["loss"] for step in last) / len(last),
+            "accepted_length_while_training": sum(step["accepted_length"] for step in last) / len(last),
         }
     if (run / "peer.json").exists():
         last_line = (run / "peer.json").read_text().splitlines()[-1:]

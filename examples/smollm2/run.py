@@ -24,7 +24,7 @@ from pathlib import Path
 from commands import HERE, ROOT, Places
 from drafters import Drafters, Row, speed
 from prompts import answer, prepare, questions
-from results import report
+from results import collect, show
 
 
 def main() -> None:
@@ -52,9 +52,10 @@ def main() -> None:
     rows = [Row(name, **values) for name, values in tomllib.loads((HERE / "runs.toml").read_text()).items()]
     if options.only:
         rows = [row for row in rows if row.name in options.only.split(",")]
-    Drafters(model, out, Places(gpus, options.side_by_side), options.processes).make(rows)
+    for _ in Drafters(model, out, Places(gpus, options.side_by_side), options.processes).make(rows):
+        collect(out, rows)
     speed(model, out, gpus[0], rows[0])
-    report(out, rows)
+    show(collect(out, rows))
 
 
 def convert() -> str:
