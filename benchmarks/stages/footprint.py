@@ -3,8 +3,7 @@
 GPU    of a process, as the driver counts it (context and the allocator's reserve included), and what
        torch's allocator held at most; the forecast counts tensors only
 arena  files in arena.dir; check wants room for two incarnations of each target, one is alive
-host   anonymous memory of each process, and the arenas once. Check counts arenas, and weights where a
-       target runs on a CPU; nothing foretells what Python, torch and a CUDA context take
+host   anonymous memory of each process, and the arenas once, while no checkpoint is written
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.arena import arena_bytes
+from services.check.machine import PROCESS_BYTES, PROCESS_BYTES_ON_GPU
 from services.config.schema import Config
 from services.data.forecast import plan_of_run
 from services.lifecycle import arena_folder
@@ -108,7 +108,8 @@ def found_kind(config: Config) -> Any:
 
 def _host(config: Config, found: Found, arenas: int, weights: int) -> dict[str, Any]:
     on_cpu = not config.target.gpus or config.target.gpus[0] == "cpu"
-    forecast = arenas + (weights * config.target.count if on_cpu else 0)
+    own = PROCESS_BYTES if on_cpu else PROCESS_BYTES_ON_GPU
+    forecast = arenas + sum(own.values()) + (weights * config.target.count if on_cpu else 0)
     anonymous = sum(sizes["RssAnon"] for sizes in found.host.values())
     return {
         "forecast_bytes": forecast, "anonymous_and_arenas_bytes": anonymous + found.arena,

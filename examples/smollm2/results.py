@@ -58,8 +58,8 @@ def result(out: Path, row: Row) -> dict[str, Any]:
             "accepted_length_while_training": sum(step["accepted_length"] for step in last) / len(last),
         }
     if (run / "peer.json").exists():
-        last_line = (run / "peer.json").read_text().splitlines()[-1:]
-        said = json.loads(last_line[0]) if last_line else {}
+        last_line = (run / "peer.json").read_text().strip().rpartition("\n")[2]
+        said = json.loads(last_line) if last_line.startswith('{"') else {}  # before it, lines of progress
         values |= {name: said.get(name) for name in ("peer", "options", "steps", "tokens", "loss", "seconds")}
     if (run / "acceptance.jsonl").exists():
         values["while_training"] = [

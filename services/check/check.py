@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from services.check.data import check_data, check_other_files
 from services.check.devices import check_devices, gpu_memory
-from services.check.machine import arenas_size, check_places, check_room, checkpoint_size, slot_size
+from services.check.machine import (
+    arenas_size,
+    check_places,
+    check_room,
+    checkpoint_size,
+    host_memory,
+    slot_size,
+)
 from services.check.model import ModelFacts, check_model
 from services.check.run_folder import check_run_folder, is_running
 from services.config.load import Loaded
@@ -44,7 +51,7 @@ def check(loaded: Loaded) -> Report:
 def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) -> list[tuple[str, str]]:
     config, facts = loaded.config, []
     if model is not None:
-        shape = model.drafter
+        shape, memory = model.drafter, host_memory(config, model)
         taps = ",".join(map(str, shape.target_layer_ids))
         facts += [
             (
@@ -60,6 +67,7 @@ def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) 
                 "arenas",
                 f"{size(arenas_size(config, model))} in {config.arena.dir} (two incarnations of each target)",
             ),
+            ("memory", f"{size(sum(memory.values()))} at most ({_named(memory)})"),
             ("checkpoint", f"{size(checkpoint_size(model))} each, in {config.run.dir / 'checkpoints'}"),
         ]
     if data is not None:
@@ -68,6 +76,10 @@ def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) 
         steps = Schedule(config, data).total_steps
         facts.append(("plan", f"{steps} steps in {config.run.epochs} epochs"))
     return facts
+
+
+def _named(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
 
 
 def _sizes(dataset: Dataset) -> str:

@@ -17,10 +17,16 @@ from services.config.load import Loaded
 from services.config.rules import packs_needed
 from services.config.schema import Config
 from services.config.sources import Finding
+from services.data.forecast import drafter_memory
 from services.data.plan import rows_limit
 from services.lifecycle import arena_folder
 from services.local.view import size
 from services.transport.layout import slot_bytes
+
+PROCESS_BYTES = {"coordinator": 80_000_000, "target": 330_000_000, "drafter": 320_000_000}
+"""Of a process itself (Python, torch, its threads), measured: on a CPU, and"""
+PROCESS_BYTES_ON_GPU = {"coordinator": 90_000_000, "target": 1_120_000_000, "drafter": 1_420_000_000}
+"""with a driver's context and pinned buffers."""
 
 _STATE_COPIES = 3  # float32 masters and AdamW's two moments
 _LONGEST_NAME = "drafter-0123456789ab.inbox"
@@ -41,6 +47,26 @@ def arenas_size(config: Config, model: ModelFacts) -> int:
         slot_size(config, model),
     )
     return 2 * config.target.count * each
+
+
+def host_memory(config: Config, model: ModelFacts) -> dict[str, int]:
+    """Bytes of this machine's memory that a run takes at most, by what takes them."""
+    targets_on_cpu, drafters_on_cpu = _on_cpu(config.target.gpus), _on_cpu(config.drafter.gpus)
+    copies = (1 if model.shared else config.target.count) if targets_on_cpu else 0
+    state = drafter_memory(config, model.drafter, slot_size(config, model)).total if drafters_on_cpu else 0
+    return {
+        "arenas": arenas_size(config, model) // 2,
+        "target weights": copies * model.loaded_bytes,
+        "drafters": config.drafter.count * state,
+        "a checkpoint being written": checkpoint_size(model),
+        "processes": PROCESS_BYTES["coordinator"]
+        + config.target.count * _process("target", targets_on_cpu)
+        + config.drafter.count * _process("drafter", drafters_on_cpu),
+    }
+
+
+def _process(role: str, on_cpu: bool) -> int:
+    return (PROCESS_BYTES if on_cpu else PROCESS_BYTES_ON_GPU)[role]
 
 
 def checkpoint_size(model: ModelFacts) -> int:
@@ -84,14 +110,12 @@ def _cap(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
 
 
 def _memory(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
-    config = loaded.config
-    copies = (1 if model.shared else config.target.count) if _on_cpu(config.target.gpus) else 0
-    wanted = arenas_size(config, model) // 2 + copies * model.loaded_bytes
-    available = _available_memory()
+    parts = host_memory(loaded.config, model)
+    wanted, available = sum(parts.values()), _available_memory()
     if wanted > available:
-        weights = f" and {copies} x {size(model.loaded_bytes)} of weights" if copies else ""
-        rule = f"arenas{weights} take {size(wanted)}, {size(available)} of memory are available; lower them"
-        yield Finding(loaded.describe("target.count", "target.slots"), rule)
+        named = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+        rule = f"the run takes up to {size(wanted)} ({named}), {size(available)} of memory are available"
+        yield Finding(loaded.describe("target.count", "target.slots"), f"{rule}; lower them")
 
 
 def _disk(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:

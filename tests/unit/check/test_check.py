@@ -179,6 +179,10 @@ def test_arenas_larger_than_memory_name_their_numbers(place):
     assert any(found.startswith("arena.dir") and "2 x 1 targets x 8 slots" in found for found in findings), (
         findings
     )
+    (memory,) = (found for found in findings if "the run takes up to" in found)
+    assert all(
+        part in memory for part in ("arenas ", "drafters ", "a checkpoint being written ", "processes ")
+    )
 
 
 def test_a_cap_smaller_than_a_step(place):
