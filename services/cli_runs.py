@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from protocol.traces import LEAST_S, MOST_S
 from services.config.load import load
 from services.models.hub import load_local
 
@@ -26,12 +27,23 @@ def status(
     run: RunFolder = None,
     config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="the coordinator's own JSON")] = False,
+    traced: Annotated[
+        str,
+        typer.Option("--trace", help="a role (target-0): record what it does, print the file"),
+    ] = "",
+    trace_seconds: Annotated[float, typer.Option(min=LEAST_S, max=MOST_S, help="length of the trace")] = 3.0,
 ) -> None:
-    """Roles, slots and who holds them, pool, step, ledger counts, advice."""
+    """Roles, slots and who holds them, pool, step, ledger counts, advice; or a trace of one role."""
     from services.local.reports import status_report
     from services.local.status import fetch, fetch_json, read_address
 
-    address = read_address(_run_dir(context, run, config))
+    folder = _run_dir(context, run, config)
+    if traced:
+        from services.local.trace import trace
+
+        typer.echo(trace(folder, traced, trace_seconds))
+        return
+    address = read_address(folder)
     if as_json:
         typer.echo(json.dumps(fetch_json(address), indent=1))
     else:

@@ -138,6 +138,11 @@ class Link:
         return self._orders
 
     @property
+    def index(self) -> int | None:
+        """The place in the run: the one given, else the one asked for."""
+        return self._welcome.index if self._welcome else self._hello.index
+
+    @property
     def exit(self) -> Exit | None:
         return self._exit
 
@@ -150,6 +155,11 @@ class Link:
 
     def _no_answer(self) -> str:
         return f"no coordinator answered within {self._patience_s:g} s; is it running?"
+
+    @property
+    def place(self) -> str:
+        """As a person names the role: "target-0"; "" while it has no place."""
+        return "" if self.index is None else f"{self._hello.role}-{self.index}"
 
     @property
     def version(self) -> int:
@@ -325,8 +335,7 @@ class Link:
         self._say(report)  # unsent without a coordinator: the next heartbeat says it again
 
     def _say_hello(self) -> None:
-        index = self._welcome.index if self._welcome else self._hello.index
-        self._say(self._hello.model_copy(update={"seq": self._next_seq(), "index": index}))
+        self._say(self._hello.model_copy(update={"seq": self._next_seq(), "index": self.index}))
 
     def _next_seq(self) -> int:
         self._seq += 1

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from services.tracer import span
+
 log = logging.getLogger(__name__)
 
 POSITIONS_REPORTED = 48  # a report holds 64 figures a step
@@ -90,6 +92,11 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        with span(name), self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         if not self._events or name in self.HOST:
             start_s = time.perf_counter()
             try:

@@ -4,6 +4,7 @@
     thread intake    inbox -> slots opened, copied, verified     (services/drafter/intake.py)
     thread checkpoint, while there is one to write               (services/drafter/saver.py)
     thread link      owns the sockets                            (services/link.py)
+    thread trace     a trace of the main thread, on request      (services/tracer.py)
 
 The desk decides and the trainer does; after each action it says the whole level again. One lock keeps
 desk and intake in step, and nobody holds it for more than some 20 us.
@@ -59,6 +60,7 @@ from services.lifecycle import (
     tidy_end,
 )
 from services.link import Link
+from services.tracer import Tracer
 from services.transport.reader import SlotReader
 
 log = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class DrafterTrainer:
         self.counts = {"tokens_total": 0.0, "packs_total": 0.0}
         self.window = Window(config.profile.interval_s)
         self.watchdog = Watchdog(config.watch.stuck_s)
+        self.tracer = Tracer(config.run.dir, lambda: link.place, started.device)
         self.gpu = GpuFigures(uuid_of(started.device))
         self.failed_at_s: float | None = None
         self.generation: int | None = None  # stood in, or being formed
@@ -124,8 +127,15 @@ class DrafterTrainer:
         self.link.start()
         self.watchdog.start()
         self.intake.start()
+        self.tracer.start()
+        with self.tracer.working():
+            self._loop()
+        return self._leave()
+
+    def _loop(self) -> None:
         while self.link.exit is None and not self.stop.is_set():
             seen = self.link.version
+            self.tracer.turn()
             self._follow()
             action = self.desk.next_action()
             match action:
@@ -149,7 +159,6 @@ class DrafterTrainer:
                     with self.phases(WAITING[why]):
                         self.link.wait(seen, self.config.coordinator.heartbeat_s)
             self.watchdog.beat()
-        return self._leave()
 
     def _follow(self) -> None:
         """Take in what has come, and say the whole level."""
@@ -192,6 +201,7 @@ class DrafterTrainer:
         self.saver.close(LAST_CHECKPOINT_S)
         self.intake.close()
         self.link.close(reason)
+        self.tracer.close()
         self.watchdog.stop()
         if exit_ is None:
             return ExitCode.STOPPED

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 
 import torch
 
+from services.tracer import span
+
 log = logging.getLogger(__name__)
 
 PHASES = ("wait_lease", "wait_slot", "ahead", "forward", "pack", "copy")
@@ -43,7 +45,8 @@ class Totals:
         """Count the seconds spent inside towards `name`."""
         begun_s = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self.add(**{f"phase_{name}_seconds": time.perf_counter() - begun_s})
 

@@ -4,6 +4,7 @@
     thread forward   board -> gather -> launch -> copier               (never waits for the GPU)
     thread copier    wait -> check -> slot -> board                    (never touches a socket)
     thread link      owns the sockets                                  (services/link.py)
+    thread trace     a trace of thread forward, on request             (services/tracer.py)
 
 The board is the only shared state, behind one lock that nobody holds for long. Whoever changes it wakes the
 main thread, which then says the whole level again. A thread that fails ends the process without a Bye and
@@ -36,6 +37,7 @@ from services.target.copier import Blame, Copier, Launched, Slabs
 from services.target.forward import Cancelled, Slab
 from services.target.profile import Totals, Window
 from services.target.start import Started, device_of, hello, open_slots, run_fingerprint, start
+from services.tracer import Tracer, span
 from services.transport.writer import SlotWriter
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class TargetServer:
         self.window = Window(self.totals, config.profile.interval_s)
         self.gpu = GpuFigures(uuid_of(started.device))
         self.watchdog = Watchdog(config.watch.stuck_s)
+        self.tracer = Tracer(config.run.dir, lambda: link.place, started.device)
         self.blame = Blame(writer)
         self.slabs = Slabs(started.slabs)
         self.copier = Copier(
@@ -104,6 +107,7 @@ class TargetServer:
         threads = [self._thread("forward", self._compute), self._thread("copier", self.copier.run)]
         self.link.start()
         self.watchdog.start()
+        self.tracer.start()
         while self.link.exit is None and not self.stop.is_set():
             seen = self.link.version
             self._turn()
@@ -144,6 +148,7 @@ class TargetServer:
             thread.join()
         self.link.close(reason)
         self.writer.close()
+        self.tracer.close()
         self.watchdog.stop()
         if exit_ is None:
             return ExitCode.STOPPED
@@ -154,29 +159,33 @@ class TargetServer:
     # ---- thread forward -----------------------------------------------------------------------
 
     def _compute(self) -> None:
-        while (job := self._take()) is not None:
-            batch = gather(
-                self.started.data.of(job.batch.epoch),
-                job.samples,
-                edges=self.config.plan.bucket_edges,
-                vocabulary=self.started.shape.vocab_size,
-            )
-            if not batch.documents:
-                self.finish(job.attempt, Outcome.without_rest(batch.skipped))
-            elif not self._launch(job, batch):
-                return
+        with self.tracer.working():
+            while (job := self._take()) is not None:
+                with span("gather"):
+                    batch = gather(
+                        self.started.data.of(job.batch.epoch),
+                        job.samples,
+                        edges=self.config.plan.bucket_edges,
+                        vocabulary=self.started.shape.vocab_size,
+                    )
+                if not batch.documents:
+                    self.finish(job.attempt, Outcome.without_rest(batch.skipped))
+                elif not self._launch(job, batch):
+                    return
 
     def _take(self) -> Job | None:
         """The next job, when there is one and a slot for it; None: the process is leaving."""
-        with self._change:
-            while not self._leaving:
+        while True:
+            self.tracer.turn()  # not under the lock: to stop a trace may take a second
+            with self._change:
+                if self._leaving:
+                    return None
                 job = self.board.start()
                 if job is not None:
                     self.link.wake()
                     return job
                 with self.totals.phase("wait_slot" if self.board.starved else "wait_lease"):
-                    self._change.wait()
-        return None
+                    self._change.wait()  # the main thread notifies once a heartbeat at least
 
     def _launch(self, job: Job, batch: HostBatch) -> bool:
         with self.totals.phase("ahead"):
@@ -185,7 +194,8 @@ class TargetServer:
             return False
         self.blame.begin(job)
         try:
-            self.forward.run(batch, slab)
+            with span("forward"):
+                self.forward.run(batch, slab)
         except Cancelled:
             self.blame.end(job)
             return False
