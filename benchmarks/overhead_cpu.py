@@ -33,7 +33,7 @@ from services.drafter.start import initial_weights
 from services.drafter.start import start as start_drafter
 from services.local.status import fetch_json, read_address
 from services.models.convert import smollm2_from_package
-from services.target.batch import gather
+from services.data.batch import gather
 from services.target.start import start as start_target
 
 ROOT = Path(__file__).parents[1]

@@ -50,7 +50,7 @@ from services.dflash.drafter_config import derive
 from services.dflash.target_model import Target, wrap_target
 from services.lifecycle import arena_folder, hold_lock
 from services.link import Link
-from services.target.batch import gather
+from services.data.batch import gather
 from services.target.forward import compile_layers
 from services.target.server import TargetServer
 from services.target.start import Started, assemble, hello, open_slots

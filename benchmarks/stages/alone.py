@@ -34,7 +34,7 @@ from services.data.training_data import TrainingData
 from services.drafter import start as drafter_start
 from services.drafter.reduce import LocalReducer
 from services.target import start as target_start
-from services.target.batch import gather
+from services.data.batch import gather
 from services.target.forward import compile_layers
 from stages.shapes import DEVIATION, random_target
 

@@ -22,7 +22,7 @@ from services.data.training_data import TrainingData
 from services.dflash.taps import packed_rows
 from services.drafter.reduce import LocalReducer
 from services.drafter.start import device_of as drafter_device
-from services.target.batch import HostBatch, gather
+from services.data.batch import HostBatch, gather
 from services.target.forward import compile_layers
 from services.target.start import device_of as target_device
 from stages.alone import random_drafter, wait

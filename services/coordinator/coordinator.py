@@ -207,7 +207,8 @@ class Coordinator:
         for flight, reason in failed:
             self._fail(flight.batch, f"target: {reason}", now_s, poison=False)
         for slot in strangers:
-            if slot.attempt.coordinator_epoch < self.epoch_number and slot.state != "failed":
+            alone = slot.batch in self.placement.suspects and slot.state != "ready"
+            if slot.attempt.coordinator_epoch < self.epoch_number and slot.state != "failed" and not alone:
                 self.work.adopt(name, slot.batch, slot.attempt, now_s)
         if strangers:
             self.pool.target_reported(name, report.slots, report.orders)
@@ -275,6 +276,9 @@ class Coordinator:
             self._fail(batch, f"poison: {deaths} targets died in its forward", now_s, poison=True)
         elif deaths == POISON_DEATHS:
             self.placement.suspects.add(batch)
+            flight = self.pool.flights.get(batch)
+            if flight is not None and not flight.ready:
+                self.pool.revoke(flight)  # queued among others, while a target that was late with it died
             self.record.event(
                 now_s, f"batch {tuple(batch)} killed {deaths} targets: it runs alone from now on"
             )

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from services.config.schema import Config
-from services.data.dataset import MANIFEST, VALIDATION, Dataset, Sample
+from services.data.batch import HostBatch, gather
+from services.data.dataset import MANIFEST, VALIDATION, Dataset
 from services.dflash.anchors import draw_anchors
 from services.dflash.drafter import Drafter
 from services.dflash.loss import LossOptions
@@ -69,28 +69,32 @@ class Validation:
         )  # fmt: skip
         with TapCapture(target, drafter.config.target_layer_ids, last_hidden=kl) as capture:
             for number, pack in enumerate(self.packs):
-                samples = [self._dataset.sample(row) for row in pack]
-                total.add(self._pack(number, samples, capture, buffer, drafter))
+                longest = int(self._dataset.lengths[list(pack)].max())
+                rows = target.embed_weight_VH.shape[0]
+                batch = gather(self._dataset, pack, edges=(longest,), vocabulary=rows)
+                if batch.documents:
+                    total.add(self._pack(number, batch, capture, buffer, drafter), len(batch.documents))
                 after_pack()
-        return total.means(sum(map(len, self.packs)))
+        return total.means()
 
     def _pack(
-        self, number: int, samples: list[Sample], capture: TapCapture, buffer: PackBuffer, drafter: Drafter
+        self, number: int, batch: HostBatch, capture: TapCapture, buffer: PackBuffer, drafter: Drafter
     ) -> PackLoss:
         target, config, device = capture.target, self._config, capture.target.device
-        lengths = [len(sample.input_ids) for sample in samples]
-        capture.run(_padded(samples).to(device), packed_rows(lengths, max(lengths)).to(device), buffer)
-        sections = buffer.sections(sum(lengths))
-        offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-        loss_mask_T = _joined([sample.loss_mask for sample in samples], np.uint8).to(device)
-        blocks = config.recipe.anchors_per_pack
-        anchors = draw_anchors(loss_mask_T, offsets, blocks, seed(config.run.seed, "held out", number))
+        ids_BS = torch.empty(len(batch.documents), batch.padded_length, dtype=torch.int64)
+        batch.fill(ids_BS)
+        rows_T = packed_rows(batch.lengths, batch.padded_length)
+        capture.run(ids_BS.to(device), rows_T.to(device), buffer)
+        computed = buffer.sections(batch.tokens)
+        known = {name: tensor.to(device) for name, tensor in batch.sections().items()}
+        loss_mask_T, offsets = known["loss_mask"], known["document_offsets"]
+        drawn = seed(config.run.seed, "held out", number)
+        anchors = draw_anchors(loss_mask_T, offsets, config.recipe.anchors_per_pack, drawn)
         return pack_loss(
             drafter, target.embed_weight_VH, target.head,
-            features_TF=sections["features"], last_hidden_TH=sections.get("last_hidden"),
-            input_ids_T=_joined([sample.input_ids for sample in samples], np.int32).to(device),
-            loss_mask_T=loss_mask_T, document_offsets=offsets,
-            position_ids_T=_joined([np.arange(length) for length in lengths], np.int32).to(device),
+            features_TF=computed["features"], last_hidden_TH=computed.get("last_hidden"),
+            input_ids_T=known["input_ids"], loss_mask_T=loss_mask_T, document_offsets=offsets,
+            position_ids_T=known["position_ids"],
             anchors=anchors, loss=LossOptions(config.recipe.loss, config.recipe.gamma),
             attention=config.drafter.attention, dtype=target.dtype,
         )  # fmt: skip
@@ -114,10 +118,12 @@ class _Sums:
 
     def __init__(self, slots: int) -> None:
         self._loss = self._weight = self._accepted = self._blocks = 0.0
+        self._samples = 0
         self._right = torch.zeros(slots, dtype=torch.float64)
         self._rows = torch.zeros(slots, dtype=torch.float64)
 
-    def add(self, pack: PackLoss) -> None:
+    def add(self, pack: PackLoss, samples: int) -> None:
+        self._samples += samples
         self._loss += float(pack.loss_sum)
         self._weight += float(pack.weight_sum)
         self._accepted += float(pack.accepted_sum)
@@ -125,29 +131,17 @@ class _Sums:
         self._right += pack.correct_K.cpu()
         self._rows += pack.count_K.cpu()
 
-    def means(self, samples: int) -> HeldOut:
+    def means(self) -> HeldOut:
         by_position = [_ratio(*pair) for pair in zip(self._right.tolist(), self._rows.tolist(), strict=True)]
         return HeldOut(
             loss=_ratio(self._loss, self._weight),
             accuracy=_ratio(float(self._right.sum()), float(self._rows.sum())),
             accuracy_by_position=by_position,
             accepted_length=_ratio(self._accepted, self._blocks),
-            samples=samples,
+            samples=self._samples,
         )
 
 
 def _ratio(part: float, whole: float) -> float | None:
     """None for 0/0, and for what is not finite: JSON has no NaN."""
     return part / whole if whole and np.isfinite(part) else None
-
-
-def _padded(samples: list[Sample]) -> Tensor:
-    """int64 [samples, longest], padded on the right, where nothing real looks."""
-    ids = np.zeros((len(samples), max(len(sample.input_ids) for sample in samples)), np.int64)
-    for row, sample in zip(ids, samples, strict=True):
-        row[: len(sample.input_ids)] = sample.input_ids
-    return torch.from_numpy(ids)
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]))

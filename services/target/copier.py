@@ -22,10 +22,10 @@ from torch import Tensor
 
 from protocol.messages import Stamp
 from services.config.schema import Config
+from services.data.batch import HostBatch
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.noise import add_noise_
 from services.seeds import noise_seed
-from services.target.batch import HostBatch
 from services.target.board import Job, Outcome
 from services.target.forward import Slab
 from services.target.profile import Mark, Totals

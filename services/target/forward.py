@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from protocol.errors import ModelError
 from services.config.schema import Config
+from services.data.batch import HostBatch, made_up
 from services.data.plan import rows_limit
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.taps import PackBuffer, TapCapture, packed_rows
 from services.dflash.target_model import Target
-from services.target.batch import HostBatch, made_up
 from services.target.profile import Mark
 
 log = logging.getLogger(__name__)

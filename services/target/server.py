@@ -21,6 +21,7 @@ import torch
 
 from protocol.messages import Stamp, TargetOrders
 from services.config.schema import Config
+from services.data.batch import HostBatch, gather
 from services.gpu_figures import GpuFigures, uuid_of
 from services.lifecycle import (
     ExitCode,
@@ -31,7 +32,6 @@ from services.lifecycle import (
     tidy_end,
 )
 from services.link import Link
-from services.target.batch import HostBatch, gather
 from services.target.board import Board, Job, Outcome
 from services.target.copier import Blame, Copier, Launched, Slabs
 from services.target.forward import Cancelled, Slab

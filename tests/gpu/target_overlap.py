@@ -26,12 +26,12 @@ from protocol.codec import encode
 from protocol.files import FileLock
 from protocol.messages import BatchId, Pack, Stamp
 from services.config.schema import Config
+from services.data.batch import gather
 from services.data.dataset import Block, Dataset
 from services.data.plan import epoch_plan
 from services.data.training_data import TrainingData
 from services.dflash.drafter_config import derive
 from services.dflash.target_model import Target, wrap_target
-from services.target.batch import gather
 from services.target.board import Job, Outcome
 from services.target.copier import Blame, Copier, Launched, Slabs
 from services.target.profile import Totals

@@ -23,11 +23,11 @@ from target_overlap import (
 from target_peer import digest
 
 from protocol.errors import ModelError
+from services.data.batch import gather
 from services.data.dataset import Dataset
 from services.dflash.noise import join_taps
 from services.dflash.target_model import Target
 from services.seeds import seed
-from services.target.batch import gather
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from services.data.batch import PADDING_ID, gather, made_up
 from services.data.dataset import Dataset
-from services.target.batch import PADDING_ID, gather, made_up
 
 EDGES = (16, 32)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from services.config.schema import Config
+from services.data.batch import HostBatch, gather
 from services.data.dataset import Dataset
 from services.dflash.drafter_config import derive
 from services.dflash.target_model import Target, load_target
-from services.target.batch import HostBatch, gather
 from services.target.forward import Cancelled, Forward, Slab, compile_layers, max_padded_tokens, warm_up
 
 CPU = torch.device("cpu")

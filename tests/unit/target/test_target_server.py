@@ -31,12 +31,12 @@ from protocol.messages import (
 )
 from protocol.sockets import new_context, router
 from services.config.schema import Config
+from services.data.batch import gather
 from services.data.dataset import Dataset
 from services.dflash.noise import join_taps
 from services.lifecycle import ExitCode, arena_folder, hold_lock
 from services.link import Link
 from services.seeds import seed
-from services.target.batch import gather
 from services.target.server import TargetServer
 from services.target.start import Started, hello, open_slots, run_fingerprint, start
 from services.transport.reader import SlotReader
