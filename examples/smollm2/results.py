@@ -1,4 +1,4 @@
-"""What came of it: results.json and a table. A row that failed is shown empty."""
+"""What came of it: results.json and a table. What is not there yet, or failed, is shown empty."""
 
 from __future__ import annotations
 
@@ -7,36 +7,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-from commands import began_s, console
-from drafters import Row
+from commands import began_s, console, write_whole
+from drafters import Row, last_line
 from prompts import tokens
 from rich.table import Table
 
 
-def collect(out: Path, rows: list[Row]) -> dict[str, Any]:
-    """What is there by now, by row; also written to results.json."""
-    found = {row.name: result(out, row) for row in rows}
-    speeds = out / "speed.json"
+def collect(out: Path, rows: list[Row], failures: dict[str, str]) -> dict[str, Any]:
+    """What is there by now, by row; also written to results.json. Runs may be under way."""
+    names = [name for name in ("all", "greedy") if (out / f"prepare-{name}.json").exists()]
+    found = {row.name: result(out, row, failures.get(row.name)) for row in rows}
     everything = {
-        "data": {name: json.loads((out / f"prepare-{name}.json").read_text()) for name in ("all", "greedy")},
-        "tokens": {name: tokens(out, name) for name in ("all", "greedy")},
+        "data": {name: json.loads((out / f"prepare-{name}.json").read_text()) for name in names},
+        "tokens": {name: tokens(out, name) for name in names},
         "rows": found,
-        "speed": json.loads(speeds.read_text()).get("block_sizes") if speeds.exists() else None,
-        "wall_s": round(time.monotonic() - began_s),
+        "wall_s_of_last_start": round(time.monotonic() - began_s),
     }
-    (out / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    write_whole(out / "results.json", json.dumps(everything, indent=1) + "\n")
     return found
 
 
 def show(found: dict[str, Any]) -> None:
     domains = ("gsm8k", "mt_bench", "human_eval", "self_instruct")
-    table = Table(
-        "drafter", "steps", "tokens", "loss", *domains, "lossless", title="acceptance length, greedy"
-    )
+    columns = ("measured", "prompts", "steps", "tokens", "loss", *domains, "lossless")
+    table = Table(*columns, title="acceptance length, greedy")
     for name, values in found.items():
-        lengths = values.get("acceptance") or {}
-        cells = [values.get("steps"), values.get("tokens"), values.get("loss"), *map(lengths.get, domains)]
-        table.add_row(name, *map(shown, [*cells, values.get("lossless")]))
+        shown_values = {"measured": name, **values, **(values.get("acceptance") or {})}
+        table.add_row(*(shown(shown_values.get(column)) for column in columns))
     console.print(table)
 
 
@@ -44,36 +41,74 @@ def shown(value: Any) -> str:
     return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def result(out: Path, row: Row) -> dict[str, Any]:
-    run, evaluated = out / "runs" / row.name, out / "evals" / f"{row.name}.json"
-    values: dict[str, Any] = {"flags": row.flags, "data": row.data}
-    metrics = run / "metrics.jsonl"
-    if metrics.exists():
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-        last = steps[-50:]
-        values |= {
-            "steps": steps[-1]["step"],
-            "tokens": int(sum(step["tokens"] for step in steps)),
-            "loss": sum(step["loss"] for step in last) / len(last),
-            "accepted_length_while_training": sum(step["accepted_length"] for step in last) / len(last),
-        }
-    if (run / "peer.json").exists():
-        last_line = (run / "peer.json").read_text().strip().rpartition("\n")[2]
-        said = json.loads(last_line) if last_line.startswith('{"') else {}  # before it, lines of progress
-        values |= {name: said.get(name) for name in ("peer", "options", "steps", "tokens", "loss", "seconds")}
-    if (run / "acceptance.jsonl").exists():
-        values["while_training"] = [
-            json.loads(line) for line in (run / "acceptance.jsonl").read_text().splitlines()
-        ]
-    if evaluated.exists():
-        eval_ = json.loads(evaluated.read_text())
-        values |= {
-            "acceptance": eval_["acceptance_length_by_domain"],
-            "by_position": eval_["by_position_by_domain"],
-            "by_request": eval_["acceptance_length_by_request"],
-            "lossless": eval_["lossless"],
-            "ties": len(eval_["ties"]),
-            "prompts": eval_["prompts"],
-            "block_size": eval_["block_size"],
-        }
-    return values
+def result(out: Path, row: Row, failure: str | None) -> dict[str, Any]:
+    evals, speed = evaluations(out, row), out / "evals" / f"{row.name}-speed.json"
+    return {
+        "flags": row.flags,
+        "data": row.data,
+        **({"failed": failure} if failure else {}),
+        **training(out / "runs" / row.name),
+        **peer(out, row),
+        **(evaluation(evals[0]) if evals else {}),
+        **({"speed": json.loads(speed.read_text())["block_sizes"]} if speed.exists() else {}),
+    }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Those that are whole: somebody may be writing. None without the file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def training(run: Path) -> dict[str, Any]:
+    """Sums and means of the last 50 steps. Of a step that was taken again, the last time counts."""
+    by_step = {step["step"]: step for step in lines(run / "metrics.jsonl")}
+    if not by_step:
+        return {}
+    steps = [by_step[number] for number in sorted(by_step)]
+    last = steps[-50:]
+    return {
+        "steps": steps[-1]["step"],
+        "tokens": int(sum(step["tokens"] for step in steps)),
+        "loss": mean([step["loss"] for step in last]),
+        "accepted_length_while_training": mean([step["accepted_length"] for step in last]),
+        "while_training": lines(run / "acceptance.jsonl"),
+    }
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def peer(out: Path, row: Row) -> dict[str, Any]:
+    found = exported(out, row) if row.peer else []
+    said = json.loads(last_line(found[0])) if found else {}  # before it, lines of progress
+    wanted = ("peer", "options", "steps", "tokens", "loss", "seconds")
+    return {name: said[name] for name in wanted if name in said}
+
+
+def exported(out: Path, row: Row) -> list[Path]:
+    """Records of the row's exports: the whole one, then those that were cut, latest step first."""
+    cut = (out / "exports").glob(f"{row.name}-at-*.json")
+    latest = sorted(cut, key=lambda file: int(file.stem.rpartition("-")[2]), reverse=True)
+    return [file for file in (out / "exports" / f"{row.name}.json", *latest) if file.exists()]
+
+
+def evaluations(out: Path, row: Row) -> list[Path]:
+    """The best first: of all prompts, of few, of a run that was cut."""
+    names = [row.name, f"{row.name}-few", *(f"{file.stem}-few" for file in exported(out, row))]
+    return [file for name in names if (file := out / "evals" / f"{name}.json").exists()]
+
+
+def evaluation(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text())
+    return {
+        "measured": file.stem,
+        "acceptance": found["acceptance_length_by_domain"],
+        "by_position": found["by_position_by_domain"],
+        "by_request": found["acceptance_length_by_request"],
+        "lossless": found["lossless"],
+        "ties": len(found["ties"]),
+        "prompts": found["prompts"],
+        "block_size": found["block_size"],
+    }
