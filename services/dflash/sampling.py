@@ -49,10 +49,13 @@ def draw(probability: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def pick(p_BV: Tensor, bits_B: Tensor) -> Tensor:
-    """One id a row, int64 [B], by inverting each row's distribution at its own 32 random bits (int64 [B])."""
-    cumulative_BV = p_BV.cumsum(-1)
-    uniform_B = (bits_B >> 9).to(p_BV.dtype) / 2**23  # below 1 even after the product is rounded
-    wanted_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
+    """One id a row, int64 [B], by inverting each row's distribution at its own 32 random bits (int64 [B]).
+
+    In float64: sums of float32 lose the tail of a large vocabulary, and a GPU's need not even grow from one
+    id to the next, so that one which `top_p` has cut could be hit. Costs 8 bytes a probability.
+    """
+    cumulative_BV = p_BV.double().cumsum(-1)
+    wanted_B1 = (bits_B.double() / 2**32 * cumulative_BV[:, -1])[:, None]  # below the last sum
     return torch.searchsorted(cumulative_BV, wanted_B1, right=True)[:, 0]
 
 
