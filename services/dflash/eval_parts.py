@@ -57,8 +57,8 @@ def _collect(readers: dict[Connection, int], processes: int, progress: Progress 
                 said = reader.recv()
             except EOFError:
                 raise ConfigError(
-                    f"part {number} of the evaluation died without a word (killed, or out of memory); "
-                    f"try fewer than {processes} processes"
+                    f"part {number} of the evaluation died (its traceback is above; without one it was "
+                    f"killed); if memory was short, try fewer than {processes} processes"
                 ) from None
             if isinstance(said, FatalError):
                 raise said
