@@ -50,7 +50,9 @@ def arenas_size(config: Config, model: ModelFacts) -> int:
 
 
 def host_memory(config: Config, model: ModelFacts) -> dict[str, int]:
-    """Bytes of this machine's memory that a run takes at most, by what takes them."""
+    """Bytes of this machine's memory that a run takes at most while no dead target's arena is still in use,
+    by what takes them.
+    """
     targets_on_cpu, drafters_on_cpu = _on_cpu(config.target.gpus), _on_cpu(config.drafter.gpus)
     copies = (1 if model.shared else config.target.count) if targets_on_cpu else 0
     state = drafter_memory(config, model.drafter, slot_size(config, model)).total if drafters_on_cpu else 0
@@ -62,7 +64,16 @@ def host_memory(config: Config, model: ModelFacts) -> dict[str, int]:
         "processes": PROCESS_BYTES["coordinator"]
         + config.target.count * _process("target", targets_on_cpu)
         + config.drafter.count * _process("drafter", drafters_on_cpu),
+        "evaluator": config.evaluator.count * _evaluator(config, model),
     }
+
+
+def _evaluator(config: Config, model: ModelFacts) -> int:
+    """It decodes with both models; as a process it is a target."""
+    gpu = config.evaluator.gpu
+    on_cpu = _on_cpu((gpu,) if gpu else ())
+    models = model.loaded_bytes + 4 * model.drafter.parameter_count if on_cpu else 0
+    return _process("target", on_cpu) + models
 
 
 def _process(role: str, on_cpu: bool) -> int:

@@ -175,14 +175,15 @@ def test_data_prepared_for_another_model_or_tokenizer(place):
 
 
 def test_arenas_larger_than_memory_name_their_numbers(place):
-    findings = looked(place, plan__token_budget="100000000000")
+    (place / "held-out.jsonl").write_text('{"prompt": "w5"}\n')
+    evaluator = {"evaluator__count": "1", "eval__prompts": place / "held-out.jsonl"}
+    findings = looked(place, plan__token_budget="100000000000", **evaluator)
     assert any(found.startswith("arena.dir") and "2 x 1 targets x 8 slots" in found for found in findings), (
         findings
     )
     (memory,) = (found for found in findings if "the run takes up to" in found)
-    assert all(
-        part in memory for part in ("arenas ", "drafters ", "a checkpoint being written ", "processes ")
-    )
+    parts = ("arenas ", "drafters ", "a checkpoint being written ", "processes ", "evaluator ")
+    assert all(part in memory for part in parts)
 
 
 def test_a_cap_smaller_than_a_step(place):
