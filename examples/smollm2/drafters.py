@@ -261,10 +261,10 @@ def speed(model: str, out: Path, gpu: str, row: Row, times: Times) -> None:
     largest = json.loads((export / "config.json").read_text())["block_size"]
     sizes = ",".join(str(size) for size in (4, 8, 16) if size <= largest)
     options = {
-        "model.path": model, "data.path": out / "data" / "all",
-        "eval.prompts": out / "few.jsonl", "eval.limit": 8, "eval.max-new-tokens": 128,
+        "model.path": model, "eval.prompts": out / "few.jsonl", "eval.limit": 8,
+        "eval.max-new-tokens": 128,
     }  # fmt: skip
-    words = [str(export), *flags(options), "--json", f"--block-sizes={sizes}"]
+    words = [str(export), "--config", str(BASE), *flags(options), "--json", f"--block-sizes={sizes}"]
     env, log = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}, found.with_suffix(".log")
     found.parent.mkdir(exist_ok=True)
     say(f"{row.name}: speed, alone")
