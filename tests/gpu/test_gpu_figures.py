@@ -1,6 +1,7 @@
 """Figures of the GPU that this process computes on."""
 
 import subprocess
+import time
 
 import pytest
 import torch
@@ -29,14 +30,10 @@ def test_figures_are_of_the_device_that_computes():
     assert 10 < found["gpu_temperature_celsius"] < 110
 
     watched = GpuFigures(uuid)
-    deadline = torch.cuda.Event()
-    for _ in range(2000):  # some two seconds of work on the GPU
-        torch.mm(torch.ones(2048, 2048, device=device), torch.ones(2048, 2048, device=device))
-        deadline.record()
-        deadline.synchronize()
-        if watched.read():
-            break
-    else:
-        subprocess.run(["sleep", "2"])
+    ones, deadline_s = torch.ones(2048, 2048, device=device), time.monotonic() + 30.0
+    while not watched.read():  # they are read in another thread while this one computes
+        assert time.monotonic() < deadline_s, "no figures"
+        torch.mm(ones, ones)
+        torch.cuda.synchronize(device)
     assert watched.read().keys() == found.keys()
     watched.close()

@@ -107,7 +107,7 @@ def run_rounds(devices: tuple[str, str], elements: int, rounds: int) -> None:
                     f"median {statistics.median(seconds):.3f} s, worst {max(seconds):.3f} s"
                 )
         print(f"{time.monotonic() - begun_s:.0f} s in all")
-    assert max(alone_s) < ALONE_S and max(together_s) < TOGETHER_S
+    assert max(alone_s) < ALONE_S and max(together_s, default=0.0) < TOGETHER_S
 
 
 @pytest.mark.process

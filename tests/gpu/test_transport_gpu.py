@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ pytestmark = [
 PEER = Path(__file__).with_name("transport_peer.py")
 ROOT = Path(__file__).parents[2]
 PACKS, SLOTS = 12, 3
+PATIENCE_S = 60.0  # a deadline, not a wait
 
 
 @pytest.fixture
@@ -57,9 +59,13 @@ def ask(peer: subprocess.Popen[str], line: str) -> str:
 
 
 def hear(peer: subprocess.Popen[str]) -> str:
+    """Its next line; one that says nothing is killed, so that no test waits for ever."""
     assert peer.stdout is not None
+    watch = threading.Timer(PATIENCE_S, peer.kill)
+    watch.start()
     line = peer.stdout.readline()
-    assert line, f"the peer ended with status {peer.wait(timeout=60)}"
+    watch.cancel()
+    assert line, f"the peer ended with status {peer.wait(timeout=PATIENCE_S)}"
     return line.strip()
 
 
@@ -88,7 +94,7 @@ def exchange(folder: Path, kind: str, split: str, devices: tuple[str, str], expa
         target.stdin.write("done\n" * SLOTS)
         target.stdin.flush()
         assert hear(target) == "left ['target-gpu.lock']"
-        assert (target.wait(timeout=60), drafter.wait(timeout=60)) == (0, 0)
+        assert (target.wait(timeout=PATIENCE_S), drafter.wait(timeout=PATIENCE_S)) == (0, 0)
 
 
 @pytest.mark.parametrize("expandable", [True, False], ids=["expandable", "plain"])
@@ -115,7 +121,7 @@ def test_what_a_dead_target_leaves(folder: Path, kind: str, found: str) -> None:
         lines = [hear(target) for _ in range(SLOTS)]
         assert ask(drafter, lines[0]) == "ok"
         target.kill()
-        target.wait(timeout=60)
+        target.wait(timeout=PATIENCE_S)
         assert ask(drafter, lines[1]) == found
 
 
