@@ -25,6 +25,7 @@ from protocol.errors import ConfigError, RetryError
 from protocol.messages import BatchId, StepTry
 from services.config.load import load
 from services.config.schema import Config
+from services.data.batch import gather
 from services.data.plan import Schedule
 from services.data.prepare import prepare
 from services.data.training_data import TrainingData
@@ -33,7 +34,6 @@ from services.drafter.start import initial_weights
 from services.drafter.start import start as start_drafter
 from services.local.status import fetch_json, read_address
 from services.models.convert import smollm2_from_package
-from services.data.batch import gather
 from services.target.start import start as start_target
 
 ROOT = Path(__file__).parents[1]

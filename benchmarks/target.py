@@ -43,6 +43,7 @@ from protocol.messages import (
 )
 from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
+from services.data.batch import gather
 from services.data.dataset import Dataset, Sample
 from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
@@ -50,7 +51,6 @@ from services.dflash.drafter_config import derive
 from services.dflash.target_model import Target, wrap_target
 from services.lifecycle import arena_folder, hold_lock
 from services.link import Link
-from services.data.batch import gather
 from services.target.forward import compile_layers
 from services.target.server import TargetServer
 from services.target.start import Started, assemble, hello, open_slots

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from protocol.messages import BatchId, StepTry
 from services.config.schema import Config
+from services.data.batch import HostBatch, gather
 from services.data.plan import Schedule
 from services.data.training_data import TrainingData
 from services.dflash.taps import packed_rows
 from services.drafter.reduce import LocalReducer
 from services.drafter.start import device_of as drafter_device
-from services.data.batch import HostBatch, gather
 from services.target.forward import compile_layers
 from services.target.start import device_of as target_device
 from stages.alone import random_drafter, wait
