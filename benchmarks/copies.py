@@ -26,11 +26,13 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,9 @@ class Bench:
         self._process = context.Process(target=drafter, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
+
+    def begin(self) -> None:
+        """Raises TimeoutError unless the drafter gets ready."""
         self._hear()
 
     def measure(self, size: int) -> dict[str, Any]:
@@ -312,7 +317,7 @@ def table(size: int, taken: Samples) -> dict[str, Any]:
 
 
 def judge(sizes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each ratio that the bar asks for, and whether it is reached."""
+    """Each ratio that the bar asks for, and whether all reach it (None: no size is large enough)."""
     wanted = {"d2h": "one_slot_of_plain", "h2d": "burst_slot_of_plain", "ring": "burst_slot_of_plain"}
     ratios = {
         f"{name}_{found['pack_mib']}": found[name][ratio]
@@ -321,7 +326,7 @@ def judge(sizes: list[dict[str, Any]]) -> dict[str, Any]:
         for name, ratio in wanted.items()
         if ratio in found.get(name, {})
     }
-    return {"bar": BAR, "ratios": ratios, "reached": bool(ratios) and min(ratios.values()) >= BAR}
+    return {"bar": BAR, "ratios": ratios, "reached": min(ratios.values()) >= BAR if ratios else None}
 
 
 def machine() -> dict[str, Any]:
@@ -350,16 +355,17 @@ def main() -> int:
     result: dict[str, Any] = {"benchmark": "copies", "machine": machine(), "sizes": sizes}
     if torch.cuda.device_count() < 2:
         print("ring: left out, it needs two GPUs", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="draftmill-", dir="/dev/shm") as name:
-        bench = Bench(Path(name), options.rounds)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left in /dev/shm
+    with tempfile.TemporaryDirectory(prefix="draftmill-", dir="/dev/shm") as name, ExitStack() as ends:
         try:
+            bench = Bench(Path(name), options.rounds)
+            ends.callback(bench.close)
+            bench.begin()
             for mib in map(int, options.sizes.split(",")):
                 sizes.append(bench.measure(mib * MIB))
                 print(f"{mib} MiB after {time.monotonic() - begun_s:.1f} s", file=sys.stderr)
         except Exception as error:  # noqa: BLE001 - what was measured before is worth its JSON
             result["error"] = f"{type(error).__name__}: {error}"
-        finally:
-            bench.close()
     result |= {"judged": judge(sizes), "seconds": round(time.monotonic() - begun_s, 1)}
     text = json.dumps(result, indent=1)
     if options.out:

@@ -9,9 +9,10 @@
     pipeline   the real services under `draftmill up`, observed in their steady state, then killed
     memory     what each role and the arenas take, against `draftmill plan` and `check`
 
-Model and dataset are written into memory; a target's weights are made on its device and never read, all
-else is as in a run (benchmarks/stages/shapes.py, roles.py). Options of the schema go to every part. A part
-that fails is named in the JSON, which is printed in any case; the script ends within --limit seconds.
+Model and dataset are written into memory (5 GB for Qwen3-8B's shape); a target's weights are made on its
+device and never read, all else is as in a run (benchmarks/stages/shapes.py, roles.py). Options of the schema
+go to every part. What fails is named in the JSON, which is printed in any case, and makes the exit code 1.
+Nothing is waited for after --limit seconds but the processes that are killed then.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ from stages.footprint import compare
 from stages.running import Observed, Running, figures
 from stages.shapes import Shape, shapes, write_inputs
 
-from services.config.load import load
-from services.config.schema import Config
+from services.config.load import Loaded, load
 from services.config.sources import split_flags
 
 ROOT = Path(__file__).parents[1]
@@ -49,42 +49,61 @@ ALONE_SHARE = 0.6  # of --limit, until the stages alone must be ready
 
 
 def main() -> None:
-    options, flags = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended and results printed
+    parser = options_of(__doc__, limit_s=150.0)
+    parser.add_argument("--steps", type=int, default=600, help="of the run that is planned: never reached")
+    parser.add_argument("--no-alone", action="store_true", help="measure the pipeline only")
+    options, flags = parse(parser)
     begun_s = time.perf_counter()
     shape = shapes()[options.shape]
     result: dict[str, Any] = {
         "benchmark": "pipeline", "shape": options.shape, "flags": flags, "failed": [],
     }  # fmt: skip
     try:
-        with tempfile.TemporaryDirectory(
-            prefix="draftmill-", dir=options.memory, ignore_cleanup_errors=True
-        ) as name:
-            measure(result, shape, Path(name), options, flags, begun_s)
+        with part(result, "preparations"), folder_in(options.memory) as folder:
+            measure(result, shape, folder, options, flags, begun_s)
+    except BaseException as error:
+        result["failed"].append(f"cut short: {type(error).__name__}")
+        raise
     finally:
         result["wall_s"] = round(time.perf_counter() - begun_s, 1)
         result["machine"] = machine()  # last: this process has no part in the memory that is measured
-        text = json.dumps(result, indent=1)
-        print(text, flush=True)
-        if options.out:
-            options.out.write_text(text + "\n")
+        publish(result, options.out)
     sys.exit(1 if result["failed"] else 0)
 
 
-def parse() -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    flags, words = split_flags(sys.argv[1:])
+def options_of(description: str | None, *, limit_s: float) -> argparse.ArgumentParser:
+    """What this benchmark and benchmarks/threads.py have in common."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(shapes()), default="tiny")
     parser.add_argument("--window", type=float, default=20.0, help="seconds of steady state")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds for everything")
-    parser.add_argument("--steps", type=int, default=600, help="of the run that is planned: never reached")
-    parser.add_argument("--no-alone", action="store_true", help="measure the pipeline only")
+    parser.add_argument("--limit", type=float, default=limit_s, help="seconds for everything")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where model and data go")
     parser.add_argument("--cache", type=Path, help="compiled kernels to start from; none: a new folder")
     parser.add_argument("--out", type=Path)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
+    """Options and flags of the schema. From now on SIGTERM ends children, folders and JSON in order."""
+    flags, words = split_flags(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return parser.parse_args(words), flags
+
+
+@contextmanager
+def folder_in(memory: Path) -> Iterator[Path]:
+    """Gigabytes, which are given back."""
+    with tempfile.TemporaryDirectory(prefix="draftmill-", dir=memory, ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def publish(result: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps(result, indent=1)
+    print(text, flush=True)
+    if out:
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def measure(
@@ -92,20 +111,23 @@ def measure(
     flags: list[tuple[str, str]], begun_s: float,
 ) -> None:  # fmt: skip
     words = run_flags(shape, folder, options.cache or folder / "compiled", dict(flags))
-    config = load(None, split_flags(words)[0]).config
+    loaded = load(None, split_flags(words)[0])
+    config = loaded.config
     packs = options.steps * config.plan.packs_per_step
     write_inputs(shape, folder, packs * (config.plan.token_budget // shape.tokens))
     note(result, "inputs_s", begun_s)
+    until_s = begun_s + options.limit - END_S
     if not options.no_alone:
-        measure_alone(result, words, folder, shape.batches, begun_s + ALONE_SHARE * options.limit)
+        ready_until_s = begun_s + ALONE_SHARE * options.limit
+        measure_alone(result, words, folder, shape.batches, ready_until_s, until_s)
         note(result, "alone_s", begun_s)
     with part(result, "pipeline"):
         with Running(config, words, environment()) as running:
-            observed = running.observe(options.window, begun_s + options.limit - END_S)
+            observed = running.observe(options.window, until_s)
         result["pipeline"] = figures(observed)
         result["against_slower_stage"] = against(result)
         with part(result, "memory"):
-            result["memory"] = memory(config, observed)
+            result["memory"] = memory(loaded, observed)
 
 
 def run_flags(shape: Shape, folder: Path, cache: Path, given: dict[str, str]) -> list[str]:
@@ -129,24 +151,23 @@ def environment() -> dict[str, str]:
 
 
 def measure_alone(
-    result: dict[str, Any], words: list[str], folder: Path, packs: int, ready_until_s: float
+    result: dict[str, Any], words: list[str], folder: Path, packs: int, ready_until_s: float, until_s: float
 ) -> None:
-    """Both are prepared side by side, then measured one after the other."""
+    """Both are prepared side by side until `ready_until_s`, then measured one after the other."""
     apart = [*(word for word in words if not word.startswith("--run.dir=")), f"--run.dir={folder / 'alone'}"]
     found, ready = result.setdefault("alone", {}), []
     with contextlib.ExitStack() as stack:
-        stages = [
-            Alone(name, [str(packs), *apart], environment(), ready_until_s) for name in ("target", "drafter")
-        ]
-        for stage in stages:
-            stack.callback(stage.close)
+        stages = []
+        for name in ("target", "drafter"):
+            stages.append(Alone(name, [str(packs), *apart], environment(), ready_until_s))
+            stack.callback(stages[-1].close)
         for stage in stages:
             with part(result, f"{stage.name} alone"):
                 stage.ready()
                 ready.append(stage)
         for stage in ready:
             with part(result, f"{stage.name} alone"):
-                found[stage.name] = stage.measure()
+                found[stage.name] = stage.measure(until_s)
 
 
 def against(result: dict[str, Any]) -> dict[str, Any]:
@@ -158,10 +179,10 @@ def against(result: dict[str, Any]) -> dict[str, Any]:
     return {"slower": slower, "ratio": round(ratio, 4), "bar": BAR, "met": ratio >= BAR}
 
 
-def memory(config: Config, observed: Observed) -> dict[str, Any]:
+def memory(loaded: Loaded, observed: Observed) -> dict[str, Any]:
     assert observed.footprint is not None, "the run had ended"
     totals = {role["role"]: role["totals"] for role in observed.statuses[-1].status["roles"]}
-    return compare(config, observed.footprint, totals)
+    return compare(loaded, observed.footprint, totals)
 
 
 @contextmanager
@@ -171,7 +192,8 @@ def part(result: dict[str, Any], name: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - results of the other parts must not be lost
         traceback.print_exc()
-        result["failed"].append(f"{name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        first = next(iter(str(error).splitlines()), "")
+        result["failed"].append(f"{name}: {type(error).__name__}: {first}")
 
 
 def note(result: dict[str, Any], name: str, begun_s: float) -> None:

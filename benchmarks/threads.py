@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine, part, run_flags
+from pipeline import folder_in, machine, options_of, parse, part, publish, run_flags
 from stages.shapes import shapes, write_inputs
 from stages.threaded import SETTLING, Threads
 
@@ -41,49 +39,34 @@ END_S = 6.0  # of --limit, for what comes after the window
 
 def main() -> None:
     begun_s = time.perf_counter()
-    options, flags = parse()
-    shape = shapes()[options.shape]
+    parser = options_of(__doc__, limit_s=120.0)
+    parser.add_argument("--packs", type=int, default=64, help="different ones, over and over")
+    parser.add_argument("--against", type=Path, help="JSON of benchmarks/pipeline.py with the same options")
+    options, flags = parse(parser)
     result: dict[str, Any] = {
         "benchmark": "threads", "machine": machine(), "shape": options.shape, "flags": flags, "failed": [],
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(
-        prefix="draftmill-", dir=options.memory, ignore_cleanup_errors=True
-    ) as name:
-        folder = Path(name)
-        words = run_flags(shape, folder, options.cache or folder / "compiled", dict(flags))
-        config = load(None, split_flags(words)[0]).config
-        keep_compiled(config.run.compile_cache)
-        with part(result, "threads"):
-            packs = options.packs * (config.plan.token_budget // shape.tokens)
-            write_inputs(shape, folder, packs)
-            threads = Threads(config)
-            threads.observe(options.window, begun_s + options.limit - END_S)
-            result |= figures(threads)
+    with part(result, "threads"), folder_in(options.memory) as folder:
+        result |= measure(folder, options, dict(flags), begun_s + options.limit - END_S)
     if options.against:
         with part(result, "against"):
             result["against"] = against(result, json.loads(options.against.read_text()))
     result["wall_s"] = round(time.perf_counter() - begun_s, 1)
-    text = json.dumps(result, indent=1)
-    print(text, flush=True)
-    if options.out:
-        options.out.write_text(text + "\n")
+    publish(result, options.out)
     leave(ExitCode.UNEXPECTED if result["failed"] else ExitCode.FINISHED)  # whatever the threads still do
 
 
-def parse() -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    flags, words = split_flags(sys.argv[1:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=sorted(shapes()), default="tiny")
-    parser.add_argument("--window", type=float, default=20.0, help="seconds of steady state")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for everything")
-    parser.add_argument("--packs", type=int, default=64, help="different ones, over and over")
-    parser.add_argument("--against", type=Path, help="JSON of benchmarks/pipeline.py with the same options")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where model and data go")
-    parser.add_argument("--cache", type=Path, help="compiled kernels to start from; none: a new folder")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args(words), flags
+def measure(
+    folder: Path, options: argparse.Namespace, given: dict[str, str], until_s: float
+) -> dict[str, Any]:
+    shape = shapes()[options.shape]
+    words = run_flags(shape, folder, options.cache or folder / "compiled", given)
+    config = load(None, split_flags(words)[0]).config
+    keep_compiled(config.run.compile_cache)
+    write_inputs(shape, folder, options.packs * (config.plan.token_budget // shape.tokens))
+    threads = Threads(config)
+    threads.observe(options.window, until_s)
+    return figures(threads)
 
 
 def figures(threads: Threads) -> dict[str, Any]:

@@ -29,12 +29,12 @@ from services.config.environment import keep_compiled
 from services.config.load import load
 from services.config.schema import Config
 from services.config.sources import split_flags
+from services.data.batch import gather
 from services.data.plan import Schedule
 from services.data.training_data import TrainingData
 from services.drafter import start as drafter_start
 from services.drafter.reduce import LocalReducer
 from services.target import start as target_start
-from services.data.batch import gather
 from services.target.forward import compile_layers
 from stages.shapes import DEVIATION, random_target
 
@@ -58,12 +58,12 @@ class Alone:
     def ready(self) -> None:
         assert self._answer(self._ready_until_s - time.perf_counter()) == "ready"
 
-    def measure(self) -> dict[str, Any]:
-        """Its figures; the process is gone afterwards."""
+    def measure(self, until_s: float) -> dict[str, Any]:
+        """Its figures, by `until_s` (perf_counter) at the latest; the process is gone afterwards."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        found: dict[str, Any] = self._answer(MEASURE_S)
+        found: dict[str, Any] = self._answer(min(MEASURE_S, until_s - time.perf_counter()))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         return found

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.arena import arena_bytes
-from services.check.machine import PROCESS_BYTES, PROCESS_BYTES_ON_GPU
+from services.check.machine import host_memory
+from services.check.model import check_model
+from services.config.load import Loaded
 from services.config.schema import Config
 from services.data.forecast import plan_of_run
 from services.lifecycle import arena_folder
@@ -79,9 +81,10 @@ def gpu_bytes(pids: dict[str, int]) -> dict[str, int]:
     return {role: used[pid] for role, pid in pids.items() if used.get(pid)}
 
 
-def compare(config: Config, found: Found, totals: dict[str, dict[str, float]]) -> dict[str, Any]:
+def compare(loaded: Loaded, found: Found, totals: dict[str, dict[str, float]]) -> dict[str, Any]:
     """`totals`: the roles' own, which have the whole GPU's memory in use: what the driver says of a process
     is missing on some machines."""
+    config = loaded.config
     made = plan_of_run(config, Path(config.model.path), None)
     foretold = {"target": made.target, "drafter": made.drafter}
     result: dict[str, Any] = {}
@@ -98,7 +101,7 @@ def compare(config: Config, found: Found, totals: dict[str, dict[str, float]]) -
         "forecast_bytes": one, "room_wanted_bytes": 2 * one, "measured_bytes": found.arena,
         "measured_to_forecast": round(found.arena / one, 4),
     }  # fmt: skip
-    result["host"] = _host(config, found, one, made.target.parts["weights"])
+    result["host"] = _host(loaded, found)
     return result
 
 
@@ -106,12 +109,14 @@ def found_kind(config: Config) -> Any:
     return "cuda_ipc" if config.arena.kind == "cuda_ipc" else "shm"
 
 
-def _host(config: Config, found: Found, arenas: int, weights: int) -> dict[str, Any]:
-    on_cpu = not config.target.gpus or config.target.gpus[0] == "cpu"
-    own = PROCESS_BYTES if on_cpu else PROCESS_BYTES_ON_GPU
-    forecast = arenas + sum(own.values()) + (weights * config.target.count if on_cpu else 0)
-    anonymous = sum(sizes["RssAnon"] for sizes in found.host.values())
+def _host(loaded: Loaded, found: Found) -> dict[str, Any]:
+    model, findings = check_model(loaded)
+    assert model is not None, findings
+    parts = host_memory(loaded.config, model)
+    del parts["a checkpoint being written"]
+    forecast = sum(parts.values())
+    measured = sum(sizes["RssAnon"] for sizes in found.host.values()) + found.arena
     return {
-        "forecast_bytes": forecast, "anonymous_and_arenas_bytes": anonymous + found.arena,
-        "measured_to_forecast": round((anonymous + found.arena) / forecast, 4), "roles": found.host,
+        "forecast_bytes": forecast, "parts": parts, "anonymous_and_arenas_bytes": measured,
+        "measured_to_forecast": round(measured / forecast, 4), "roles": found.host,
     }  # fmt: skip

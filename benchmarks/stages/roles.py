@@ -4,8 +4,8 @@ where they are used.
     python -m stages.roles up --run.dir ...      starts its roles with this program
     python -m stages.roles target --index 0 ...
 
-Target and drafter leave in run.dir/memory-ROLE.json, once a second, what torch's allocator held at most
-since the model was built.
+Target and drafter leave in run.dir/memory-ROLE.json, once a second, what torch's allocator held at most: a
+target's since its weights were made, which a real one reads, a drafter's since its start.
 """
 
 from __future__ import annotations

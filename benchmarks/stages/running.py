@@ -172,7 +172,7 @@ def _roles(statuses: list[Seen]) -> dict[str, Any]:
         found[name] = {
             "device": after["device"],
             "tokens_per_s": round(grown.get("tokens_total", 0.0) / seconds, 1),
-            "working": round(sum(shares.get(key, 0.0) for key in WORK[name]), 4),
+            "working": round(sum(shares.get(key, 0.0) for key in WORK.get(name, ())), 4),
             "phase_share": shares,
             "gpu_utilization_mean": round(sum(busy) / len(busy), 4) if busy else None,
         }
