@@ -189,28 +189,31 @@ class Coordinator:
         member.seq, member.heard_s = report.seq, now_s
         member.remember(now_s, report.totals)
         self._awaited.discard(name)
-        if member.report is None:
+        first = member.report is None
+        if first:
             self.record.ready(now_s, member)
             self.members.changed()
             self.pool.freed = True
         if isinstance(report, TargetReport) and isinstance(member, TargetMember):
             member.report = report
-            self._target_reported(member, report, now_s)
+            self._target_reported(member, report, now_s, first)
         elif isinstance(report, DrafterReport) and isinstance(member, DrafterMember):
             member.report = report
             self._drafter_reported(member, report, now_s)
         return True
 
-    def _target_reported(self, member: TargetMember, report: TargetReport, now_s: float) -> None:
+    def _target_reported(self, member: TargetMember, report: TargetReport, now_s: float, first: bool) -> None:
+        """Once, take over what it has from before this coordinator's start: later, that may be revoked."""
         name = member.incarnation
         failed, strangers = self.pool.target_reported(name, report.slots, report.orders)
         for flight, reason in failed:
             self._fail(flight.batch, f"target: {reason}", now_s, poison=False)
-        for slot in strangers:
-            alone = slot.batch in self.placement.suspects and slot.state != "ready"
-            if slot.attempt.coordinator_epoch < self.epoch_number and slot.state != "failed" and not alone:
+        for slot in strangers if first else ():
+            suspect = slot.batch in self.placement.suspects and slot.state != "ready"  # to be placed alone
+            old = slot.attempt.coordinator_epoch < self.epoch_number
+            if old and slot.state != "failed" and not suspect:
                 self.work.adopt(name, slot.batch, slot.attempt, now_s)
-        if strangers:
+        if first and strangers:
             self.pool.target_reported(name, report.slots, report.orders)
 
     def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:

@@ -176,6 +176,38 @@ def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset
     assert cluster.ledger.timeline == 0
 
 
+def test_a_pack_of_before_a_restart_that_was_revoked_is_not_taken_over_again(tmp_path, dataset):
+    """Else its slot is promised twice: the batch that it gave way to finds none, and stays queued."""
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    while cluster.core.step < 3:
+        cluster.respawn()
+        cluster.turn()
+    cluster.restart_coordinator()
+    while cluster.core.recovering:
+        cluster.turn()
+    core = cluster.core
+    flight = next(f for f in core.pool if f.target and f.attempt.coordinator_epoch < core.epoch_number)
+    target = cluster.roles[flight.target]
+    assert flight.attempt in target.work
+    core.pool.revoke(flight)
+    assert core.report(target.report(), cluster.now_s) and flight.batch not in core.pool.flights
+    cluster.run()
+    cluster.check()
+
+
+def test_a_batch_that_turns_out_to_be_suspect_while_it_is_queued_among_others_runs_alone(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    cluster.respawn()
+    while not (queued := [f for f in cluster.core.pool if cluster.core.pool.unfinished(f.target) > 1]):
+        cluster.turn()
+    batch = queued[-1].batch
+    for late in ("target-late-1", "target-late-2"):
+        cluster.core.lost(late, "its process died", cluster.now_s, computing=batch)
+    assert batch not in cluster.core.pool.flights
+    cluster.run()
+    cluster.check()
+
+
 @pytest.mark.parametrize("elastic", ["shrink", "wait"])
 def test_a_group_that_does_not_come_about_is_numbered_anew(tmp_path, dataset, elastic):
     options = config(drafter={"count": 3, "elastic": elastic})
