@@ -125,7 +125,8 @@ class Leases(RuleBasedStateMachine):
 
     def _say(self, role: Target | Drafter) -> None:
         if isinstance(role, Target):
-            given = {a.attempt for a in role.assignments()}
+            known = role.told and role.told.stamp.coordinator_epoch == self.core.epoch_number
+            given = {a.attempt for a in role.assignments()} if known else set()
             self.ready |= {a for a, slot in role.work.items() if slot.state == "ready"}
             failed = [slot.batch for a, slot in role.work.items() if slot.state == "failed" and a in given]
             self.due |= set(failed) - self.outcomes.keys()
