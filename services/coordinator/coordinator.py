@@ -362,7 +362,8 @@ class Coordinator:
         limit = self.config.run.max_failed_ratio
         if failed > limit * self.record.samples_total:
             of_all = f"{failed} of {self.record.samples_total} samples failed"
-            self._give_up(f"{of_all}, more than run.max_failed_ratio = {limit:g}", now_s)
+            why = f"more than run.max_failed_ratio = {limit:g}; {self.work.a_failure()}"
+            self._give_up(f"{of_all}, {why}", now_s)
 
     def _give_up(self, reason: str, now_s: float) -> None:
         if not self.failed_reason:

@@ -223,18 +223,20 @@ class Ledger:
 
     def outcomes(self, epoch: int) -> dict[int, str]:
         """Batch index -> "committed" or "failed", of this timeline."""
-        rows = self._db.execute(
-            "SELECT batch, failed FROM outcomes WHERE timeline = ? AND epoch = ?", (self._timeline, epoch)
-        ).fetchall()
+        sql = "SELECT batch, failed FROM outcomes WHERE timeline = ? AND epoch = ?"
+        rows = self._db.execute(sql, (self._timeline, epoch))
         return {batch: "committed" if failed is None else "failed" for batch, failed in rows}
 
     def failures(self) -> list[tuple[BatchId, str]]:
-        rows = self._db.execute(
-            "SELECT epoch, batch, failed FROM outcomes WHERE timeline = ? AND failed IS NOT NULL "
-            "ORDER BY epoch, batch",
-            (self._timeline,),
-        ).fetchall()
+        sql = "SELECT epoch, batch, failed FROM outcomes WHERE timeline = ? AND failed NOTNULL ORDER BY 1, 2"
+        rows = self._db.execute(sql, (self._timeline,))
         return [(BatchId(epoch, batch), reason) for epoch, batch, reason in rows]
+
+    def skips(self) -> list[tuple[BatchId, SkippedSample]]:
+        """Samples that were left out of committed packs, which count as failed."""
+        sql = "SELECT epoch, batch, sample, reason FROM skips WHERE timeline = ? ORDER BY 1, 2, 3"
+        rows = self._db.execute(sql, (self._timeline,))
+        return [(BatchId(e, b), SkippedSample(sample=s, reason=reason)) for e, b, s, reason in rows]
 
     def accounting(self) -> Accounting:
         """Read once, then kept up: it is asked at every commit."""
@@ -254,9 +256,8 @@ class Ledger:
             "FROM outcomes WHERE timeline = ?",
             (self._timeline,),
         ).fetchone()
-        (skipped,) = self._db.execute(
-            "SELECT count(*) FROM skips WHERE timeline = ?", (self._timeline,)
-        ).fetchone()
+        sql = "SELECT count(*) FROM skips WHERE timeline = ?"
+        (skipped,) = self._db.execute(sql, (self._timeline,)).fetchone()
         return Accounting(committed - skipped, failed + skipped, n_committed, n_failed)
 
     def count_death(self, batch: BatchId) -> int:

@@ -304,6 +304,7 @@ class Server:
         result = dict(self.board.snapshot or {})
         result |= {
             "failures": [{"batch": list(b), "reason": r} for b, r in core.ledger.failures()],
+            "skipped": [{"batch": list(b), **skip.model_dump()} for b, skip in core.ledger.skips()],
             "arena_bytes_left": arena_bytes(self._folder),
         }
         write_durably(self._config.run.dir / "result.json", json.dumps(result, indent=1).encode())

@@ -77,6 +77,14 @@ class Work:
         self.pool.done(batch)
         self.placement.settled(batch)
 
+    def a_failure(self) -> str:
+        """One of those that failed, with its reason."""
+        if skips := self._ledger.skips():
+            batch, skip = skips[-1]
+            return f"sample {skip.sample} of batch {tuple(batch)}: {skip.reason}"
+        batch, reason = self._ledger.failures()[-1]
+        return f"batch {tuple(batch)}: {reason}"
+
     def rolled_back(self) -> None:
         """The ledger is on a new timeline: batches of undone steps are pending again."""
         self._outcomes.clear()

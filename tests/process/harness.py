@@ -78,29 +78,36 @@ interval_s = 5.0
 """
 
 
-def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """A random Llama of 6 layers, hidden 32, 64 rows."""
+def write_model(folder: Path, *, seed: int = 0, infinite: int | None = None) -> Path:
+    """A random Llama of 6 layers, hidden 32, 64 rows; `infinite`: a token of which nothing finite comes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        num_key_value_heads=2, vocab_size=64, max_position_embeddings=64,
+        tie_word_embeddings=infinite is None, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    if infinite is not None:
+        model.get_input_embeddings().weight.data[infinite] = torch.inf
+    model.save_pretrained(folder)
     return folder
 
 
-def write_data(folder: Path, *, rows: int = 160, seed: int = 5) -> Path:
+def write_data(folder: Path, *, rows: int = 160, seed: int = 5, marked: int = 0, mark: int = 61) -> Path:
+    """`marked`: how many samples, the first ones, have the token `mark`, which no other has."""
     random = np.random.default_rng(seed)
     samples = []
-    for _ in range(rows):
+    for row in range(rows):
         length = int(random.integers(6, 30))
         mask = np.ones(length, np.uint8)
         mask[:3] = 0
-        samples.append(Sample(random.integers(3, 60, length).astype(np.int32), mask))
+        tokens = random.integers(3, 60, length).astype(np.int32)
+        if row < marked:
+            tokens[4] = mark
+        samples.append(Sample(tokens, mask))
     write_dataset(folder, samples, {"max_length": 32})
     return folder
 

@@ -7,7 +7,7 @@ copies their outcomes when it opens one.
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from protocol.messages import BatchId, StepAt, StepTry
+from protocol.messages import BatchId, SkippedSample, StepAt, StepTry
 from services.coordinator.ledger import CheckpointRow, Ledger
 
 EPOCHS, BATCHES, SAMPLES = 2, 6, 3
@@ -16,6 +16,10 @@ ALL = [BatchId(epoch, index) for epoch in range(EPOCHS) for index in range(BATCH
 
 def samples(of: BatchId) -> list[int]:
     return [of.index * SAMPLES + n for n in range(SAMPLES)]
+
+
+def by_sample(skip: tuple[BatchId, SkippedSample]) -> tuple[BatchId, int]:
+    return skip[0], skip[1].sample
 
 
 class Outcome(NamedTuple):
@@ -28,7 +32,7 @@ class Step(NamedTuple):
     epoch: int
     coordinator_epoch: int
     counter: int
-    skips: int
+    skips: list[tuple[BatchId, SkippedSample]]
 
 
 @dataclass
@@ -80,7 +84,8 @@ class Model:
 
     def expected(self) -> dict[str, Any]:
         outcomes, steps, history = self.effective(), self.steps(), self.history()
-        skipped = sum(step.skips for step in steps)
+        skips = sorted((skip for step in steps for skip in step.skips), key=by_sample)
+        skipped = len(skips)
         failed = [b for b, o in outcomes.items() if o.failed is not None]
         committed = len(outcomes) - len(failed)
         counts = (committed * SAMPLES - skipped, len(failed) * SAMPLES + skipped, committed, len(failed))
@@ -91,6 +96,7 @@ class Model:
             "last try": last,
             "outcomes": {b: "committed" if o.failed is None else "failed" for b, o in outcomes.items()},
             "failures": sorted((b, o.failed) for b, o in outcomes.items() if o.failed is not None),
+            "skips": skips,
             "accounting": counts,
             "lost": len(ALL) - len(outcomes),
             "begun epochs": max((step.epoch + 1 for step in steps), default=0),
@@ -118,6 +124,7 @@ def recorded(ledger: Ledger) -> dict[str, Any]:
         "last try": ledger.last_try,
         "outcomes": outcomes,
         "failures": ledger.failures(),
+        "skips": ledger.skips(),
         "accounting": tuple(ledger.accounting()),
         "lost": lost,
         "begun epochs": ledger.begun_epochs,

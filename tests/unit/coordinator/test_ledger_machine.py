@@ -124,7 +124,7 @@ class LedgerLife(RuleBasedStateMachine):
 
         def change() -> None:
             own = self.model.timelines[-1]
-            own.steps.append(Step(epoch, self.epoch, self.counter, len(skips)))
+            own.steps.append(Step(epoch, self.epoch, self.counter, skips))
             own.outcomes |= dict.fromkeys(fresh, Outcome(here.step, None, False))
 
         counted = [(b, SAMPLES) for b in fresh]
