@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,8 @@ from protocol.errors import AlreadyRunning, ConfigError
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
-_LOCK_ATTEMPTS = 1000
+_PROBES_S = 5.0  # a probe takes microseconds, but on a busy machine its thread may rest in the middle of it
+_ATTEMPT_S = 0.001
 
 
 class FileLock:
@@ -38,7 +40,8 @@ class FileLock:
     def acquire(self) -> Self:
         """Become the owner. AlreadyRunning while another is."""
         assert self._file is None, f"{self.path} is already held by this object"
-        for _ in range(_LOCK_ATTEMPTS):
+        until_s = time.monotonic() + _PROBES_S
+        while time.monotonic() < until_s:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
             try:
                 owned = _lock(file, fcntl.LOCK_EX) and _is_same_file(file, self.path)
@@ -50,11 +53,12 @@ class FileLock:
             if owned:
                 self._file = file
                 return self
-            # Only probes, each a few microseconds, or an unlinked file stood in the way: try again.
+            # Only probes, or an unlinked file, stood in the way: let them go on, and try again.
             os.close(file)
+            time.sleep(_ATTEMPT_S)
         else:
             raise AlreadyRunning(
-                f"{self.path} could not be locked in {_LOCK_ATTEMPTS} attempts; who else is probing it?"
+                f"{self.path} could not be locked in {_PROBES_S:g} s, nor has it an owner; who is probing it?"
             )
         os.close(file)
         raise AlreadyRunning(f"{self.path} is held by another live process; stop that one first")

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[3]
 STAMPS_ONLY = {  # what people read, never what is decided
     ("services/coordinator/ledger.py", "new_coordinator_epoch"),
     ("services/coordinator/record.py", "event"),
+    ("protocol/traces.py", "_is_void"),  # how old a person's request for a trace is
 }
 WALL = {"time", "time_ns", "localtime", "gmtime", "ctime"}
 DECIDING = ["protocol", "services/coordinator", "services/target", "services/drafter", "services/transport"]

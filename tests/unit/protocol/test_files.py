@@ -1,10 +1,12 @@
 """Locks of real processes, really killed; folders and writes on a real disk."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,19 @@ def test_probes_never_keep_an_owner_out_nor_make_one_look_dead(tmp_path: Path) -
         stop.set()
         for prober in probers:
             prober.join()
+
+
+def test_an_owner_waits_for_a_probe_that_rests_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    path.touch(0o600)
+    probe = os.open(path, os.O_RDONLY)
+    fcntl.flock(probe, fcntl.LOCK_SH)
+    with ThreadPoolExecutor(1) as pool:
+        owner = pool.submit(FileLock(path).acquire)
+        with pytest.raises(TimeoutError):
+            owner.result(0.2)
+        os.close(probe)
+        owner.result(4.0).release()
 
 
 def test_an_unlinked_lock_is_not_mistaken_for_the_new_one(tmp_path: Path) -> None:
