@@ -80,6 +80,7 @@ class Drafter:
     vote: Vote | None = None
     generation: int | None = None
     held: set[Stamp] = field(default_factory=set)
+    said_held: set[Stamp] = field(default_factory=set)
     saved: dict[StepAt, Saved] = field(default_factory=dict)
 
     def hello(self, fingerprint: str) -> DrafterHello:
@@ -122,7 +123,7 @@ class Drafter:
         )
 
     def report(self) -> DrafterReport:
-        self.seq += 1
+        self.seq, self.said_held = self.seq + 1, set(self.held)
         return DrafterReport(
             incarnation=self.name, seq=self.seq, orders=self.heard.stamp if self.heard else NEVER, totals={},
             complete=self.complete, generation=self.generation, held=tuple(self.held), training=None,
