@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from cluster import Cluster, SimDrafter
+from cluster import Cluster, SimDrafter, SimTarget
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -204,6 +204,24 @@ def test_a_batch_that_turns_out_to_be_suspect_while_it_is_queued_among_others_ru
     for late in ("target-late-1", "target-late-2"):
         cluster.core.lost(late, "its process died", cluster.now_s, computing=batch)
     assert batch not in cluster.core.pool.flights
+    cluster.run()
+    cluster.check()
+
+
+def test_a_suspect_that_a_target_has_queued_among_others_is_not_taken_over_after_a_restart(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    cluster.respawn()
+    while not any(len(role.work) > 2 for role in cluster.roles.values() if isinstance(role, SimTarget)):
+        cluster.turn()
+    target = next(r for r in cluster.roles.values() if isinstance(r, SimTarget) and len(r.work) > 2)
+    batch = next(slot.batch for slot in reversed(target.work.values()) if slot.state == "queued")
+    for _ in range(2):
+        cluster.ledger.count_death(batch)
+    cluster.restart_coordinator()
+    core = cluster.core
+    assert core.hello(target.hello(core.fingerprint), 0.0) and core.report(target.report(), 0.0)
+    assert batch not in core.pool.flights and len(core.pool.flights) == len(target.work) - 1
+    core.outbox.clear()
     cluster.run()
     cluster.check()
 
