@@ -15,6 +15,7 @@ from services.check.machine import (
     check_room,
     checkpoint_size,
     host_memory,
+    named,
     slot_size,
 )
 from services.check.model import ModelFacts, check_model
@@ -67,7 +68,7 @@ def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) 
                 "arenas",
                 f"{size(arenas_size(config, model))} in {config.arena.dir} (two incarnations of each target)",
             ),
-            ("memory", f"{size(sum(memory.values()))} at most ({_named(memory)})"),
+            ("memory", f"{size(sum(memory.values()))} at most ({named(memory)})"),
             ("checkpoint", f"{size(checkpoint_size(model))} each, in {config.run.dir / 'checkpoints'}"),
         ]
     if data is not None:
@@ -76,10 +77,6 @@ def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) 
         steps = Schedule(config, data).total_steps
         facts.append(("plan", f"{steps} steps in {config.run.epochs} epochs"))
     return facts
-
-
-def _named(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
 
 
 def _sizes(dataset: Dataset) -> str:

@@ -25,7 +25,7 @@ from services.transport.layout import slot_bytes
 
 PROCESS_BYTES = {"coordinator": 80_000_000, "target": 330_000_000, "drafter": 320_000_000}
 """Of a process itself (Python, torch, its threads), measured: on a CPU, and"""
-PROCESS_BYTES_ON_GPU = {"coordinator": 90_000_000, "target": 1_120_000_000, "drafter": 1_420_000_000}
+PROCESS_BYTES_ON_GPU = {"target": 1_120_000_000, "drafter": 1_420_000_000}
 """with a driver's context and pinned buffers."""
 
 _STATE_COPIES = 3  # float32 masters and AdamW's two moments
@@ -66,6 +66,11 @@ def host_memory(config: Config, model: ModelFacts) -> dict[str, int]:
         + config.drafter.count * _process("drafter", drafters_on_cpu),
         "evaluator": config.evaluator.count * _evaluator(config, model),
     }
+
+
+def named(parts: dict[str, int]) -> str:
+    """For a reader; what takes nothing is left out."""
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
 
 
 def _evaluator(config: Config, model: ModelFacts) -> int:
@@ -124,8 +129,9 @@ def _memory(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
     parts = host_memory(loaded.config, model)
     wanted, available = sum(parts.values()), _available_memory()
     if wanted > available:
-        named = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
-        rule = f"the run takes up to {size(wanted)} ({named}), {size(available)} of memory are available"
+        rule = (
+            f"the run takes up to {size(wanted)} ({named(parts)}), {size(available)} of memory are available"
+        )
         yield Finding(loaded.describe("target.count", "target.slots"), f"{rule}; lower them")
 
 

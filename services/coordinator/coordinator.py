@@ -391,9 +391,7 @@ class Coordinator:
         if not self.world.ranks or any(map(self.is_complete, self.members.drafters.values())):
             return
         checkpoint = self.ledger.last_checkpoint()
-        back = (
-            checkpoint.at if checkpoint is not None else StepAt(self.ledger.timeline, 0)
-        )  # the seed's weights
+        back = checkpoint.at if checkpoint is not None else StepAt(self.ledger.timeline, 0)
         if back.step == self.step:
             return  # drafters start from the seed, or from the checkpoint of this very step
         lost = self.step - back.step
