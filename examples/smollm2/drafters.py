@@ -42,7 +42,6 @@ class Row(NamedTuple):
     epochs: int = 1
     data: str = "all"
     prompts: str = "few"
-    plain: bool = False
     peer: bool = False
     flags: dict[str, Any] = {}
 
@@ -214,7 +213,7 @@ class Drafters:
         words = [
             str(self._out / "exports" / name), "--config", str(BASE), *flags(options), "--json",
             f"--processes={self._processes if prompts == 'all' else FEW_PROCESSES}",
-            f"--picture={found.with_suffix('.svg')}", "--plain" if row.plain else "--no-plain",
+            f"--picture={found.with_suffix('.svg')}", "--no-plain",
         ]  # fmt: skip
         log = found.with_suffix(".log")
         ended = draftmill(log, "eval", *words, env=env, into=found, until_s=self._times.all_s)

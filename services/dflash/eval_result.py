@@ -26,8 +26,8 @@ class EvalResult:
     domains: tuple[str, ...]
     drafted: tuple[Generation, ...]
     plain: tuple[Generation, ...]
-    ties: tuple[int, ...]  # prompts whose answers part at a tie of logits
-    differing: tuple[int, ...]  # prompts whose answers part without one
+    ties: tuple[int, ...]  # prompts whose answers are the target's but for a tie of logits
+    differing: tuple[int, ...]  # prompts whose answers are not the target's
     block_size: int
     max_new_tokens: int
     stop_ids: tuple[int, ...]
@@ -39,8 +39,8 @@ class EvalResult:
 
     @property
     def lossless(self) -> bool | None:
-        """None where it was not measured: sampled, or without plain decoding."""
-        return not self.differing if self.plain and self.sampling is None else None
+        """None where it is not measured: sampled."""
+        return not self.differing if self.sampling is None else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; NaN never occurs, None means not measured."""

@@ -3,10 +3,10 @@
     wait for a new recorded checkpoint -> hold its files -> held-out loss -> decode the held-out prompts
         -> evaluation.json -> a line in acceptance.jsonl -> the best so far?
 
-Not a member of the run: it says no Hello, holds no lease and no pack, and only reads. It decodes plainly
-once, since that does not depend on the drafter, and with the drafter at every checkpoint. Between two prompts
+Not a member of the run: it says no Hello, holds no lease and no pack, and only reads. Between two prompts
 or packs it rests as `evaluator.share` demands, hears a signal and beats the watchdog. One evaluation costs
-one decoding of all prompts, one sequence at a time, and one forward of the held-out samples.
+one decoding of all prompts with the drafter, one sequence at a time, and one forward of the answers and of
+the held-out samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from protocol.files import FileLock
 from services.config.schema import Config
 from services.dflash.evaluate import check_fit, evaluate, load_drafter, load_held_out
 from services.dflash.prompts import Prompt
-from services.dflash.speculate import Generation
 from services.dflash.target_model import Target, load_target
 from services.evaluator.agenda import Agenda, Recorded, better, pause_s
 from services.evaluator.figures import line_of
@@ -105,7 +104,6 @@ class Evaluator:
         self._checkpoints = config.run.dir / "checkpoints"
         self._history, self._kept = History(config.run.dir / HISTORY), Kept(config.run.dir)
         self._agenda = Agenda(self._history.read())
-        self._plain: tuple[Generation, ...] = ()
         self._since_s = time.monotonic()  # the end of the last rest
 
     @classmethod
@@ -179,10 +177,9 @@ class Evaluator:
             held_out = self._validation.measure(self._target, drafter, self._rest)
         result = evaluate(
             self._target, drafter, self._prompts,
-            max_new_tokens=self._config.eval.max_new_tokens, known_plain=self._plain,
+            max_new_tokens=self._config.eval.max_new_tokens, plain=False,
             progress=lambda _done, _of: self._rest(),
         )  # fmt: skip
-        self._plain = result.plain
         return line_of(found, result, held_out, seconds=time.monotonic() - began_s, at_unix_s=time.time())
 
     def _settle(self, held: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from dflash_trained import PROMPTS, train_drafter
@@ -23,6 +24,7 @@ from services.dflash.eval_result import comparison, to_json
 from services.dflash.evaluate import evaluate, load_drafter, load_held_out, run_evals, template_options
 from services.dflash.prompts import Prompt
 from services.dflash.sampling import Sampling
+from services.dflash.speculate import Generation, speculate
 from services.lifecycle import ExitCode
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -77,6 +79,45 @@ def test_each_block_size_has_its_result_and_plain_decoding_is_done_once(files, r
     )
     assert len(calls) == 4
     assert seen == [(done, 8) for done in range(1, 9)]
+
+
+def test_without_plain_decoding_one_forward_tells_whether_an_answer_is_the_targets(monkeypatch):
+    target, drafter, *_ = train_drafter("llama")
+    prompts = [Prompt(tuple(PROMPTS[0]), "", 0), Prompt(tuple(PROMPTS[1]), "", 1)]
+    asked = {"max_new_tokens": 12, "stop_ids": ()}
+    whole = evaluate(target, drafter, prompts, **asked)
+    alone = evaluate(target, drafter, prompts, plain=False, **asked)
+    assert alone.lossless and whole.lossless and not alone.plain
+    assert [answer.tokens for answer in alone.drafted] == [answer.tokens for answer in whole.drafted]
+
+    decode = evaluate_module.speculate
+
+    def one_token_wrong(*given, **more):
+        answer = decode(*given, **more)
+        if given[2] == prompts[1].ids:
+            wrong = (answer.tokens[7] + 1) % 97
+            answer = replace(answer, tokens=(*answer.tokens[:7], wrong, *answer.tokens[8:]))
+        return answer
+
+    monkeypatch.setattr(evaluate_module, "speculate", one_token_wrong)
+    for plain in (True, False):
+        result = evaluate(target, drafter, prompts, plain=plain, **asked)
+        assert result.lossless is False and result.differing == (1,)
+
+
+def test_a_last_token_that_is_not_the_targets_is_seen_without_plain_decoding(monkeypatch):
+    target, drafter, *_ = train_drafter("llama")
+    prompts = [Prompt(tuple(PROMPTS[0]), "", 0)]
+    for place in (0, 11):
+
+        def wrong_at(*given, place=place, **more):
+            tokens = list(speculate(*given, **more).tokens)
+            tokens[place] = (tokens[place] + 1) % 97
+            return Generation(tuple(tokens), (1,) * 11, 0.1, 0.1)
+
+        monkeypatch.setattr(evaluate_module, "speculate", wrong_at)
+        result = evaluate(target, drafter, prompts, max_new_tokens=12, stop_ids=(), plain=False)
+        assert result.lossless is False, place
 
 
 @pytest.mark.parametrize("size", [1, 7])
