@@ -6,7 +6,7 @@ does three things more, worth some 6 ms of a pack with a billion weights on an H
 - a weight's copy in the activations' type is made once an optimizer step, not once a use, if whoever
   owns the masters keeps one (`Linear.copy`);
 - a weight's gradient is added to its float32 buffer `weight.grad` by the matrix product that makes it,
-  unrounded. Autograd sees no gradient of the weight, so hooks on it are not called;
+  unrounded. Autograd sees no gradient of the weight: `Linear.on_gradient` is called instead of its hooks;
 - several maps of one input add up that input's gradient in the same way.
 
 The gated product of the MLP is recomputed in the backward pass: 192 MiB a layer for 8,192 rows of
@@ -15,6 +15,7 @@ The gated product of the MLP is recomputed in the backward pass: 192 MiB a layer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class Linear(nn.Linear):
     """Without bias; float32 weight [outputs, inputs], used in the input's type."""
 
     copy: Tensor | None = None  # of the weight, in another type; its owner keeps it up to date
+    on_gradient: Callable[[], None] | None = None  # each time that a backward pass has added to weight.grad
+
+    def watch(self, seen: Callable[[], None]) -> None:
+        """Call `seen` as `on_gradient`, whichever way gradients come here."""
+        self.on_gradient = seen
+        self.weight.register_post_accumulate_grad_hook(lambda _weight: seen())
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -119,3 +126,5 @@ def _add_gradient(each: Linear, slope: Tensor, x: Tensor) -> None:
     if gradient is None:
         gradient = each.weight.grad = torch.zeros_like(each.weight)
     torch.addmm(gradient, slope.T, x, out_dtype=gradient.dtype, out=gradient)
+    if each.on_gradient is not None:
+        each.on_gradient()

@@ -61,6 +61,7 @@ class Learn(NamedTuple):
 
     pack: TrainPack
     step_try: StepTry
+    last: bool  # of the share: once it is learned, nothing but the reduction can follow
 
 
 class Reduce(NamedTuple):
@@ -221,7 +222,7 @@ class Desk:
         pack = train.packs[len(attempt.trained)]
         if pack.attempt is None or pack.attempt not in self._held:
             return Wait("pack")
-        return Learn(pack, attempt.step_try)
+        return Learn(pack, attempt.step_try, last=len(attempt.trained) + 1 == len(train.packs))
 
     # ---- how it went --------------------------------------------------------------------------
 

@@ -6,8 +6,11 @@ store, and the last one's `go` (or the first one's `leave`, when the orders have
 is the same verdict for all. So nobody hangs in a collective for a rank that is still computing, and a
 collective that takes longer than COLLECTIVE_S has lost a member:
 
-    form -> [copy state to newcomers] -> (gather -> all-reduce)* -> close
+    form -> [copy state to newcomers] -> (arrive -> start* -> finish)* -> close
       any step: a member died, the orders ask for another generation, a time limit -> GroupBroken
+
+On a GPU members arrive before the backward pass of their last pack and start sums during it; on a CPU, where
+sums would take the cores from it and a slow member would look like a lost one, after it.
 
 A killed member closes its connections, which gloo reports in milliseconds. NCCL reports nothing: a
 watcher thread aborts its communicator once the orders no longer want this generation. A gather costs
@@ -22,7 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -85,11 +88,26 @@ def plan_copies(names: Sequence[str], standings: Sequence[Standing]) -> list[Cop
 class Reducer(Protocol):
     """What a step needs of its group."""
 
-    def sum_(self, tensors: Iterable[Tensor], step_try: StepTry) -> None:
-        """Sum each tensor over the members, in place, once all have arrived at `step_try`.
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums may be started while the backward pass goes on."""
 
-        Raises TryLeft (nothing was summed) or GroupBroken (the tensors hold garbage). On a GPU the sums
-        are only enqueued: `confirm` after the wait for them.
+    def arrive(self, step_try: StepTry) -> None:
+        """Wait until all members have: from then on each starts the same sums in the same order.
+
+        Raises TryLeft, GroupBroken.
+        """
+
+    def start(self, tensor: Tensor) -> None:
+        """Sum over the members, in place. Until `finish` the tensor is nobody else's.
+
+        Raises GroupBroken: what was started since `arrive` is garbage, but no longer written to.
+        """
+
+    def finish(self) -> None:
+        """Wait for all that was started; on a GPU its stream does, and `confirm` comes after.
+
+        Raises GroupBroken.
         """
 
     def confirm(self) -> None:
@@ -102,7 +120,15 @@ class Reducer(Protocol):
 class LocalReducer:
     """A world of one: every sum is complete already."""
 
-    def sum_(self, tensors: Iterable[Tensor], step_try: StepTry) -> None:
+    overlaps = False
+
+    def arrive(self, step_try: StepTry) -> None:
+        pass
+
+    def start(self, tensor: Tensor) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def confirm(self) -> None:
@@ -225,7 +251,8 @@ class GroupReducer:
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         self._meeting = meeting
-        self._cuda = device.type == "cuda"
+        self._cuda = self.overlaps = device.type == "cuda"
+        self._works: list[Any] = []
         self._closed, self._aborted = threading.Event(), threading.Event()
         self._last = ""
         with _broken("cannot connect the members"):
@@ -233,17 +260,37 @@ class GroupReducer:
         if self._cuda:
             threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
 
-    def sum_(self, tensors: Iterable[Tensor], step_try: StepTry) -> None:
+    def arrive(self, step_try: StepTry) -> None:
         what = "try/" + "-".join(map(str, step_try))
-        with _broken("a member was lost in the reduction"):
+        with _broken("a member was lost before the reduction"):
             if not self._meeting.gather(what, step_try):
                 raise TryLeft(f"step try {tuple(step_try)} was abandoned before all members had arrived")
             if self._last:
                 self._meeting.forget(self._last)
             self._last = what
-            buckets = [bucket for tensor in tensors for bucket in tensor.view(-1).split(BUCKET_ELEMENTS)]
-            for work in [self._process_group.allreduce([bucket]) for bucket in buckets]:
-                work.wait()
+
+    def start(self, tensor: Tensor) -> None:
+        with self._reduction():
+            for bucket in tensor.view(-1).split(BUCKET_ELEMENTS):
+                self._works.append(self._process_group.allreduce([bucket]))
+
+    def finish(self) -> None:
+        with self._reduction():
+            while self._works:
+                self._works.pop(0).wait()
+
+    @contextmanager
+    def _reduction(self) -> Iterator[None]:
+        """After an error, too, nothing that was started goes on writing."""
+        with _broken("a member was lost in the reduction"):
+            try:
+                yield
+            except RuntimeError:
+                for work in self._works:
+                    with suppress(RuntimeError):
+                        work.wait()
+                self._works.clear()
+                raise
 
     def send(self, tensors: Iterable[Tensor], receiver: int) -> None:
         """Give `receiver` a copy. GroupBroken, GPU and all, if it does not arrive."""

@@ -3,6 +3,10 @@
     clear -> add(pack)* -> seal(reducer): zero a poisoned share, sum over ranks, one wait -> Outcome
                                               -> apply (commit) | clear (discard)
 
+Where the reducer overlaps, the last `add` hands it each piece of the gradient as soon as the backward
+pass has completed it, and `seal` what is left. A poisoned share's NaNs may then be summed: nothing comes of
+them, since all ranks throw a step with a bad pack away.
+
 Loss and weights are sums until the group has added them up; the gradient is divided by the weight of
 the whole step, over all ranks and packs, exactly once. Nothing here touches the weights but `apply`,
 so a try that ends any other way leaves them alone. Given the packs and a thread count, every bit is
@@ -12,8 +16,10 @@ the same on a CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +33,7 @@ from services.dflash.loss import LossOptions
 from services.dflash.noise import join_taps
 from services.dflash.pack import PackLoss, pack_loss
 from services.drafter.metrics import Phases, TallyLayout
+from services.drafter.pieces import Pieces
 from services.drafter.reduce import Reducer
 from services.drafter.weights import Weights, learning_rate
 from services.seeds import noise_seed, seed
@@ -44,7 +51,14 @@ class Outcome:
     gradient_norm: float  # after division by the weight; 0.0 without weight
     own_bad: tuple[int, ...]  # positions of this rank's non-finite packs
     any_bad: bool
-    gradient_finite: bool
+    gradient_finite: bool  # or known to hold a bad pack
+
+
+class LastPack(NamedTuple):
+    """Where the gradient of a rank's last pack goes while it is being computed."""
+
+    reducer: Reducer
+    step_try: StepTry
 
 
 class StepGradient:
@@ -63,29 +77,37 @@ class StepGradient:
         self._loss = LossOptions(config.recipe.loss, config.recipe.gamma)
         self.layout = TallyLayout(drafter.config.block_size - 1, config.plan.packs_per_step)
         self._tally = torch.zeros(self.layout.size, dtype=torch.float64, device=self._device)
+        self._pieces = Pieces(drafter, weights.places)
+        self._handed = 0  # of the pieces: over to the reducer
+        self._arrived = False
         size = self.layout.size + 1 + self.layout.packs
         self._host = torch.zeros(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
 
     def clear(self) -> None:
         self._weights.gradient.zero_()
         self._tally.zero_()
+        self._handed, self._arrived = 0, False
 
     # ---- packs --------------------------------------------------------------------------------
 
-    def add(self, position: int, batch: BatchId, sections: Mapping[str, Tensor]) -> None:
+    def add(
+        self, position: int, batch: BatchId, sections: Mapping[str, Tensor], *, last: LastPack | None = None
+    ) -> None:
         """Forward and backward of one pack, every anchor set of it. Does not wait for a GPU.
 
         `sections` as in messages.Descriptor. A non-finite loss or gradient raises the flag of
-        `position`; later packs of the try may inherit it through the sum.
+        `position`; later packs of the try may inherit it through the sum. `last`: the reduction begins here,
+        with its waits and errors (see `seal`).
         """
         features_TF = self._features(batch, sections)
         layout, tally = self.layout, self._tally
         self._weights.refresh_copies()
         finite = torch.ones((), dtype=torch.bool, device=self._device)
-        for draw in range(self._config.recipe.anchor_draws):
+        draws = self._config.recipe.anchor_draws
+        for draw in range(draws):
             with self._phases("forward"):
                 sums = self._forward(batch, draw, features_TF, sections)
-            with self._phases("backward"):
+            with self._reduction(last if draw == draws - 1 else None, finite), self._phases("backward"):
                 sums.loss_sum.backward()
             finite &= sums.loss_sum.detach().isfinite()
             tally[layout.LOSS] += sums.loss_sum.detach()
@@ -96,8 +118,28 @@ class StepGradient:
             tally[layout.rows] += sums.count_K
         tally[layout.TOKENS] += features_TF.shape[0]
         tally[layout.PACKS] += 1
-        finite &= self._weights.gradient.sum().isfinite()
+        for piece in self._pieces.slices[self._handed :] if self._handed else (slice(None),):
+            finite &= self._weights.gradient[piece].sum().isfinite()
         tally[layout.bad][position] = (~finite).to(tally.dtype)
+
+    @contextmanager
+    def _reduction(self, last: LastPack | None, finite: Tensor) -> Iterator[None]:
+        """Hands over what the backward pass inside completes, checked before others' sums come into it."""
+        if last is None:
+            yield
+            return
+        with self._phases("reduce"):
+            last.reducer.arrive(last.step_try)
+        self._arrived = True
+
+        def complete(piece: slice) -> None:
+            gradient = self._weights.gradient[piece]
+            finite.logical_and_(gradient.sum().isfinite())
+            last.reducer.start(gradient)
+            self._handed += 1
+
+        with self._pieces.told(complete):
+            yield
 
     def _features(self, batch: BatchId, sections: Mapping[str, Tensor]) -> Tensor:
         """[T, taps * hidden]: as shipped, or joined and noised here exactly as a target would have."""
@@ -136,11 +178,15 @@ class StepGradient:
         """
         layout, gradient, tally = self.layout, self._weights.gradient, self._tally
         with self._phases("reduce"):
+            if not self._arrived:
+                reducer.arrive(step_try)
             own_bad = tally[layout.bad].clone()
             poisoned = own_bad.any()
-            gradient.masked_fill_(poisoned, 0.0)
             tally[: layout.bad.start].masked_fill_(poisoned, 0.0)
-            reducer.sum_((gradient, tally), step_try)
+            for piece in self._pieces.slices[self._handed :]:
+                reducer.start(gradient[piece].masked_fill_(poisoned, 0.0))
+            reducer.start(tally)
+            reducer.finish()
             norm = torch.linalg.vector_norm(gradient).to(torch.float64)
             self._host.copy_(torch.cat((tally, norm[None], own_bad)), non_blocking=True)
         self._wait_for_host()
@@ -158,14 +204,14 @@ class StepGradient:
     def _outcome(self, host: list[float]) -> Outcome:
         size = self.layout.size
         tally, norm, own_bad = tuple(host[:size]), host[size], host[size + 1 :]
-        weight = tally[self.layout.WEIGHT]
+        weight, any_bad = tally[self.layout.WEIGHT], any(tally[self.layout.bad])
         return Outcome(
             tally=tally,
             weight=weight,
             gradient_norm=norm / weight if weight else 0.0,
             own_bad=tuple(position for position, bad in enumerate(own_bad) if bad),
-            any_bad=any(tally[self.layout.bad]),
-            gradient_finite=math.isfinite(norm) and math.isfinite(weight),
+            any_bad=any_bad,
+            gradient_finite=any_bad or (math.isfinite(norm) and math.isfinite(weight)),
         )
 
     def apply(self, step: int, outcome: Outcome) -> dict[str, float]:

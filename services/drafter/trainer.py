@@ -49,7 +49,7 @@ from services.drafter.metrics import Window
 from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, Standing, TryLeft, meet, plan_copies
 from services.drafter.saver import Saver, Unsaved
 from services.drafter.start import Started, device_of, hello, initial_weights, start
-from services.drafter.step import Outcome
+from services.drafter.step import LastPack, Outcome
 from services.gpu_figures import GpuFigures, uuid_of
 from services.lifecycle import (
     ExitCode,
@@ -145,8 +145,8 @@ class DrafterTrainer:
                     self._form(group)
                 case Leave(generation, why):
                     self._ungroup(generation, why)
-                case Learn(pack):
-                    self._learn(pack)
+                case Learn(pack, step_try, last):
+                    self._learn(pack, LastPack(self.reducer, step_try) if last else None)
                 case Reduce(step_try, packs):
                     self._reduce(step_try, packs)
                 case Commit(step_try):
@@ -294,22 +294,36 @@ class DrafterTrainer:
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def _learn(self, pack: TrainPack) -> None:
+    def _learn(self, pack: TrainPack, last: LastPack | None) -> None:
+        """With the group's sums under way orders must wait: the reduction follows at once."""
         assert pack.attempt is not None, "a pack without an attempt"
+        overlapped = last if last is not None and last.reducer.overlaps else None
         with self.intake.sections(pack.attempt) as sections:
-            self.step.add(pack.position, pack.batch, sections)
+            try:
+                self.step.add(pack.position, pack.batch, sections, last=overlapped)
+            except (GroupBroken, TryLeft) as error:
+                assert last is not None, "a reduction before the last pack"
+                self._unreduced(last.step_try, error)
+                return
             self.counts["tokens_total"] += sections["input_ids"].shape[0]
         self.counts["packs_total"] += 1
         self.desk.learned(pack)
+        if overlapped is not None:
+            reduce = self.desk.next_action()
+            assert isinstance(reduce, Reduce), f"{reduce} after the last pack"
+            self._reduce(*reduce)
+
+    def _unreduced(self, step_try: StepTry, error: GroupBroken | TryLeft) -> None:
+        self.step.clear()
+        self.desk.unreduced(step_try)
+        if isinstance(error, GroupBroken) and self.generation is not None:
+            self._ungroup(self.generation, str(error))
 
     def _reduce(self, step_try: StepTry, packs: tuple[Stamp, ...]) -> None:
         try:
             outcome = self.step.seal(self.reducer, step_try)
         except (GroupBroken, TryLeft) as error:
-            self.step.clear()
-            self.desk.unreduced(step_try)
-            if isinstance(error, GroupBroken) and self.generation is not None:
-                self._ungroup(self.generation, str(error))
+            self._unreduced(step_try, error)
             return
         self.outcome = outcome
         vote = Vote(

@@ -45,8 +45,12 @@ class Place:
     start: int
     shape: torch.Size
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
+        return flat[self.start : self.stop].view(self.shape)
 
 
 @dataclass(frozen=True)

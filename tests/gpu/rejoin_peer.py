@@ -61,7 +61,9 @@ class Member:
     def sum_(self, reducer: Any, generation: int, counter: int) -> float:
         """One sum of ones: how many stood in it."""
         self.gradient.fill_(1.0)
-        reducer.sum_([self.gradient], StepTry(0, generation, 1, counter))
+        reducer.arrive(StepTry(0, generation, 1, counter))
+        reducer.start(self.gradient)
+        reducer.finish()
         self.wait()
         reducer.confirm()
         low, high = float(self.gradient.min()), float(self.gradient.max())

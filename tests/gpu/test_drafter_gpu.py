@@ -225,11 +225,18 @@ def test_two_gpus_train_what_one_does_and_hand_their_state_over():
     torch.testing.assert_close(torch.tensor(first[1]), one._weights.masters.cpu(), rtol=1e-3, atol=1e-4)
 
 
+def sum_over(reducer: GroupReducer, tensors: list[Tensor], step_try: StepTry) -> None:
+    reducer.arrive(step_try)
+    for tensor in tensors:
+        reducer.start(tensor)
+    reducer.finish()
+
+
 def lose_a_rank(rank: int, group: Group, pipe: Connection) -> None:
     """Rank 1 dies inside a reduction; the orders of rank 0 change once the test has seen that."""
     meeting, reducer, device = form(rank, group, wanted=lambda _try: not pipe.poll())
     tensors = [torch.ones(1 << 24, device=device)]
-    reducer.sum_(tensors, TRY)
+    sum_over(reducer, tensors, TRY)
     torch.cuda.synchronize()
     pipe.send("summed")
     second = TRY._replace(step=1)
@@ -238,7 +245,7 @@ def lose_a_rank(rank: int, group: Group, pipe: Connection) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     start_s = time.monotonic()
     try:
-        reducer.sum_(tensors, second)
+        sum_over(reducer, tensors, second)
         torch.cuda.synchronize()
         reducer.confirm()
         pipe.send("not broken")

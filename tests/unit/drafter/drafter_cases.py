@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from protocol.messages import BatchId
+from protocol.messages import BatchId, StepTry
 from services.config.schema import Config
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.head import FrozenHead
 from services.drafter.metrics import Phases
+from services.drafter.reduce import Reducer
 from services.drafter.step import StepGradient
 from services.drafter.weights import Weights
 
@@ -69,6 +71,14 @@ def random_pack(
         "document_offsets": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
         "sample_ids": torch.arange(len(lengths), dtype=torch.int64),
     }
+
+
+def sum_over(reducer: Reducer, tensors: Iterable[Tensor], step_try: StepTry) -> None:
+    """All that a reduction is, without a step around it."""
+    reducer.arrive(step_try)
+    for tensor in tensors:
+        reducer.start(tensor)
+    reducer.finish()
 
 
 def add_packs(step: StepGradient, seeds: list[int], first_position: int = 0) -> None:

@@ -262,7 +262,7 @@ class LossyRun(RuleBasedStateMachine):
                     self.desk.formed(group.generation if group else None)
             case Leave(generation, why):
                 self.desk.ungrouped(generation, why)
-            case Learn(pack, step_try):
+            case Learn(pack, step_try, _):
                 assert pack.attempt in self.held
                 assert self.owner in (None, step_try), "a gradient of two tries"
                 assert not self.gradient or self.gradient[-1].position < pack.position
@@ -529,4 +529,4 @@ def test_commit_and_next_try_in_one_message():
     assert desk.next_action() == Commit(TRY)
     desk.committed(StepMetrics(at=STEP_1, values={"loss": 1.0}))
     assert desk.complete == STEP_1
-    assert desk.next_action() == Learn(train_of(6).packs[0], after)
+    assert desk.next_action() == Learn(train_of(6).packs[0], after, last=True)

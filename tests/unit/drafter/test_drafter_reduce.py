@@ -12,12 +12,13 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
-from drafter_cases import CPU, add_packs, tiny_config, tiny_step
+from drafter_cases import CPU, add_packs, random_pack, sum_over, tiny_config, tiny_step
 
 from protocol.errors import GroupBroken
-from protocol.messages import Group, Member, StepAt, StepTry
+from protocol.messages import BatchId, Group, Member, StepAt, StepTry
 from services.drafter import reduce
 from services.drafter.reduce import Copy, GroupReducer, LocalReducer, Standing, TryLeft, meet, plan_copies
+from services.drafter.step import LastPack
 
 TRY = StepTry(0, 0, 1, 1)
 NOBODY = Standing(None, "", None)
@@ -102,24 +103,56 @@ def test_a_group_trains_what_one_process_trains(shares):
         assert norm == pytest.approx(outcome.gradient_norm, rel=1e-4)
 
 
-def poisoned_share(rank: int, group: Group, pipe: Connection) -> None:
+def train_overlapped(rank: int, group: Group, pipe: Connection, overlaps: bool) -> None:
+    """Two packs a rank and two draws a pack; the last pack of rank 1 has no anchor, so its graph differs."""
+    _, _, reducer = form(rank, group)
+    step = tiny_step(tiny_config(recipe={"anchor_draws": 2}))
+    handed = []
+    for number in range(3):
+        step_try = TRY._replace(step=number)
+        add_packs(step, [10 * number + rank], first_position=rank)
+        last = random_pack(10 * number + 5 + rank, supervised=rank == 0)
+        where = LastPack(reducer, step_try) if overlaps else None
+        step.add(2 + rank, BatchId(0, 5), last, last=where)
+        handed.append(step._handed)
+        step.apply(number, step.seal(reducer, step_try))
+    pipe.send((step._weights.masters.tolist(), handed))
+    reducer.close()
+
+
+@pytest.mark.process
+def test_sums_during_the_last_backward_pass_are_the_sums_after_it():
+    found = []
+    for overlaps in (False, True):
+        with Ranks(train_overlapped, 2, overlaps) as ranks:
+            results = [ranks.hear(rank) for rank in range(2)]
+        assert results[0] == results[1]
+        found.append(results[0])
+    assert found[0][0] == found[1][0]
+    early = 2 * 2  # two pieces a layer, two layers
+    assert found[0][1] == [0, 0, 0] and found[1][1] == [early] * 3
+
+
+def poisoned_share(rank: int, group: Group, pipe: Connection, overlaps: bool) -> None:
     _, _, reducer = form(rank, group)
     step = tiny_step(tiny_config())
-    add_packs(step, [rank], first_position=rank)
+    add_packs(step, [7 + rank], first_position=rank)
     if rank == 1:
         step._weights.gradient[3] = float("nan")
-        add_packs(step, [5], first_position=3)
+    where = LastPack(reducer, TRY) if overlaps else None
+    step.add(2 + rank, BatchId(0, rank), random_pack(rank), last=where)
     outcome = step.seal(reducer, TRY)
     pipe.send((outcome.own_bad, outcome.any_bad, outcome.gradient_finite, outcome.weight))
     reducer.close()
 
 
 @pytest.mark.process
-def test_a_poisoned_share_joins_with_zeros_and_its_flags():
-    with Ranks(poisoned_share, 2) as ranks:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_poisoned_share_is_known_to_all_and_blames_its_own_pack_alone(overlaps):
+    with Ranks(poisoned_share, 2, overlaps) as ranks:
         results = [ranks.hear(rank) for rank in range(2)]
     alone = tiny_step(tiny_config())
-    add_packs(alone, [0])
+    add_packs(alone, [7, 0])
     weight = alone.seal(LocalReducer(), TRY).weight
     assert results == [((), True, True, weight), ((3,), True, True, weight)]
 
@@ -132,7 +165,7 @@ def killed_in_the_collective(rank: int, group: Group, pipe: Connection, how: int
     reduce.COLLECTIVE_S = 1.0
     meeting, _, reducer = form(rank, group)
     tensors = [torch.ones(1 << 20)]
-    reducer.sum_(tensors, TRY)
+    sum_over(reducer, tensors, TRY)
     pipe.send("summed")
     second = TRY._replace(step=1)
     if rank == len(meeting.names) - 1:
@@ -140,7 +173,7 @@ def killed_in_the_collective(rank: int, group: Group, pipe: Connection, how: int
         os.kill(os.getpid(), how)
     start_s = time.monotonic()
     with pytest.raises(GroupBroken):
-        reducer.sum_(tensors, second)
+        sum_over(reducer, tensors, second)
     pipe.send(time.monotonic() - start_s)
     reducer.close()
     pipe.send("left")
@@ -162,7 +195,7 @@ def killed_while_others_wait(rank: int, group: Group, pipe: Connection) -> None:
     if rank == 0:  # hosts the store, and never arrives
         pipe.recv()
     try:
-        reducer.sum_([torch.ones(8)], TRY)
+        sum_over(reducer, [torch.ones(8)], TRY)
     except GroupBroken as error:
         pipe.send(str(error))
 
@@ -188,9 +221,9 @@ def left_by_orders(rank: int, group: Group, pipe: Connection) -> None:
     if rank == 0:
         pipe.recv()
     with pytest.raises(TryLeft):
-        reducer.sum_([tensor], TRY)
+        sum_over(reducer, [tensor], TRY)
     pipe.send(tensor.tolist())
-    reducer.sum_([tensor], TRY._replace(counter=2))
+    sum_over(reducer, [tensor], TRY._replace(counter=2))
     pipe.send(tensor.tolist())
     pipe.recv()
 
