@@ -104,13 +104,13 @@ class Case:
             config, drafter, self.weights, embedding, FrozenHead(head),
             total_steps=1000, phases=Phases(device),
         )  # fmt: skip
-        self.pack = self._pack()
+        self.pack = self.draw_pack()
         self.steps_done = 0
 
     def _rows(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, dtype=DTYPES[self.variant.dtype], device=self.device)
 
-    def _pack(self) -> dict[str, torch.Tensor]:
+    def draw_pack(self) -> dict[str, torch.Tensor]:
         lengths = self.variant.lengths
         tokens = sum(lengths)
         plain = {
