@@ -14,8 +14,8 @@ ring      cuda_ipc arena on the first GPU, drafter on the second: `slot` as befo
           between buffers of one process. Left out with fewer than two GPUs.
 
 `one` waits for each copy before the next; `burst` queues BURST of them behind a pause of the stream and takes
-the GPU's own time, so that the host is out of the picture. A burst has no counterpart in d2h, where the
-writer waits for each pack. The bar is 0.95 for d2h `slot` and for the bursts, at 64 MiB and more. It ends by
+the GPU's own time, so that the host is out of the picture. In d2h a burst is of the copies alone: the writer
+waits for each pack. The bar is 0.95 for d2h `one_slot` and for the other bursts, at 64 MiB and more. It ends by
 itself: the drafter has PATIENCE_S for an answer; what has been measured until then is printed and written.
 """
 
@@ -139,6 +139,18 @@ class Source:
         self._counter += 1
         self.writer._slots.fill(self._counter % SLOTS, self._sections, self.pack, self._ready())
 
+    def queue(self) -> None:
+        """The copy alone, not waited for."""
+        self._counter += 1
+        slots = self.writer._slots
+        with torch.cuda.stream(slots._stream):
+            slots._copy(self._counter % SLOTS, self._sections, self.pack)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """That `queue` copies on."""
+        return self.writer._slots._stream
+
     def close(self) -> None:
         self.writer.close()
         self._lock.release(unlink=True)
@@ -157,18 +169,31 @@ def measure_d2h(source: Source, device: torch.device, rounds: int) -> Samples:
     private, wait = [host_buffer(features_B.numel()) for _ in range(SLOTS)], Wait(device)
     turn = 0
 
-    def plain() -> None:
+    def queue_plain() -> None:
         nonlocal turn
         turn += 1
         private[turn % SLOTS].copy_(features_B, non_blocking=True)
+
+    def plain() -> None:
+        queue_plain()
         wait()
 
-    ways = {"one_plain": plain, "one_slot": source.fill, "one_write": source.write}
+    ways: dict[str, Callable[[], float]] = {
+        "one_plain": lambda: one(plain),
+        "one_slot": lambda: one(source.fill),
+        "one_write": lambda: one(source.write),
+    }
+    if device.type == "cuda":
+        own = torch.cuda.current_stream(device)
+        ways |= {
+            "burst_plain": lambda: burst(own, queue_plain),
+            "burst_slot": lambda: burst(source.stream, source.queue),
+        }
     taken: Samples = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            for _ in range(BURST):
-                seconds = one(way)
+            for _ in range(BURST if name.startswith("one") else 1):
+                seconds = way()
                 if number:  # the first warms mappings and allocators
                     taken[name].append(seconds)
     return taken

@@ -40,7 +40,7 @@ class HostSlots:
             "when are they ready?"
         )
         with torch.cuda.stream(self._stream):
-            if ready is not None:
+            if ready is not None and not ready.query():
                 self._stream.wait_event(ready)
             self._copy(slot, sections, tensors)
             self._done.record(self._stream)
