@@ -22,7 +22,7 @@ from services.dflash.drafter_config import DrafterConfig
 from services.dflash.head import FrozenHead
 from services.drafter.metrics import Phases
 from services.drafter.reduce import GroupReducer, LocalReducer, Standing, meet
-from services.drafter.step import StepGradient
+from services.drafter.step import LastPack, StepGradient
 from services.drafter.weights import Weights
 
 pytestmark = [
@@ -223,6 +223,77 @@ def test_two_gpus_train_what_one_does_and_hand_their_state_over():
     assert first == second
     one, _ = train(GPU, config(), steps=1)
     torch.testing.assert_close(torch.tensor(first[1]), one._weights.masters.cpu(), rtol=1e-3, atol=1e-4)
+
+
+def sum_during_and_after(rank: int, group: Group, pipe: Connection) -> None:
+    """Two packs a rank, the gradient of the last one summed piece by piece, or not: gradients, in float32."""
+    _, reducer, device = form(rank, group)
+    step = step_on(device, config())
+    packs = [(2 * rank + number, pack(2 * rank + number, device)) for number in range(2)]
+    found = []
+    for number, during in enumerate((False, True)):
+        step_try = TRY._replace(step=number)
+        (first, second) = packs
+        step.add(first[0], BatchId(0, first[0]), first[1])
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        last = LastPack(reducer, step_try) if during else None
+        step.add(second[0], BatchId(0, second[0]), second[1], last=last)
+        torch.cuda.set_sync_debug_mode("default")
+        handed = step._handed
+        outcome = step.seal(reducer, step_try)
+        found.append((handed, outcome.tally, step._weights.gradient.tolist()))
+        step.clear()
+    pipe.send(found)
+    pipe.recv()
+    reducer.close()
+
+
+@needs_two
+def test_sums_during_the_last_backward_pass_are_the_sums_after_it():
+    with Pair(sum_during_and_after) as pair:
+        first, second = pair.hear(0), pair.hear(1)
+        for pipe in pair.pipes:
+            pipe.send("close")
+    assert first == second
+    (none, tally, after), (early, same, during) = first
+    assert (none, early) == (0, 4) and tally == same
+    torch.testing.assert_close(torch.tensor(during), torch.tensor(after), rtol=1e-5, atol=1e-6)
+
+
+def lose_a_rank_in_a_backward_pass(rank: int, group: Group, pipe: Connection) -> None:
+    """Rank 1 arrives and dies; rank 0 has sums under way that nobody answers, until its orders change."""
+    meeting, reducer, device = form(rank, group, wanted=lambda _try: not pipe.poll())
+    step = step_on(device, config())
+    step.add(0, BatchId(0, 0), pack(0, device))
+    step.apply(0, step.seal(LocalReducer(), TRY))
+    pipe.send("ready")
+    if rank == 1:
+        reducer.arrive(TRY)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = step._weights.masters.clone()
+    try:
+        step.add(0, BatchId(0, 1), pack(1, device), last=LastPack(reducer, TRY))
+        step.seal(reducer, TRY)
+        pipe.send("not broken")
+    except GroupBroken as error:
+        pipe.send(str(error))
+    step.clear()
+    reducer.close()
+    step.add(0, BatchId(0, 1), pack(1, device))
+    outcome = step.seal(LocalReducer(), TRY)
+    pipe.send((outcome.gradient_finite, outcome.any_bad, torch.equal(before, step._weights.masters)))
+
+
+@needs_two
+def test_a_rank_lost_in_the_last_backward_pass_costs_the_try_and_nothing_else():
+    with Pair(lose_a_rank_in_a_backward_pass) as pair:
+        assert pair.hear(0) == pair.hear(1) == "ready"
+        pair.processes[1].join(SECONDS)
+        pair.pipes[0].send("another generation")
+        why = pair.hear(0)
+        assert "aborted" in why or "lost" in why
+        assert pair.hear(0) == (True, False, True)
 
 
 def sum_over(reducer: GroupReducer, tensors: list[Tensor], step_try: StepTry) -> None:
