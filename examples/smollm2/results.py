@@ -1,4 +1,8 @@
-"""What came of it: results.json and a table. What is not there yet, or failed, is shown empty."""
+"""What came of it: results.json, a table and pictures. What is not there yet, or failed, is shown empty.
+
+by_position.svg      GSM8K test: the share of rounds that kept each slot of a block, a curve a row
+while_training.svg   acceptance length of blocks at random anchors, and of decoding by the evaluator
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,10 @@ from drafters import Row, last_line
 from prompts import tokens
 from rich.table import Table
 
+from services.dflash.eval_picture import by_position_svg, curves_svg
+
+AVERAGED = 50
+
 
 def collect(out: Path, rows: list[Row], failures: dict[str, str]) -> dict[str, Any]:
     """What is there by now, by row; also written to results.json. Runs may be under way."""
@@ -24,7 +32,38 @@ def collect(out: Path, rows: list[Row], failures: dict[str, str]) -> dict[str, A
         "wall_s_of_last_start": round(time.monotonic() - began_s),
     }
     write_whole(out / "results.json", json.dumps(everything, indent=1) + "\n")
+    write_whole(out / "by_position.svg", by_position(found))
+    write_whole(out / "while_training.svg", while_training(out, found))
     return found
+
+
+def by_position(found: dict[str, Any]) -> str:
+    curves = {
+        f"{name}: {values['acceptance']['gsm8k']:.2f}": values["by_position"]["gsm8k"]
+        for name, values in found.items()
+        if "gsm8k" in values.get("by_position", {})
+    }
+    return by_position_svg(curves)
+
+
+def while_training(out: Path, found: dict[str, Any]) -> str:
+    """Each point of a row is the mean of AVERAGED steps."""
+    curves = {name: averaged(lines(out / "runs" / name / "metrics.jsonl")) for name in found}
+    for name, values in found.items():
+        decoded = [(line["step"], line["acceptance_length"]) for line in values.get("while_training", [])]
+        curves |= {f"{name}, decoded": decoded} if decoded else {}
+    points = [point for curve in curves.values() for point in curve]
+    return curves_svg(
+        {name: curve for name, curve in curves.items() if curve},
+        title="Acceptance length while training", across="step",
+        x_range=(0, max((x for x, _ in points), default=1)),
+        y_range=(1.0, max((y for _, y in points), default=2.0)),
+    )  # fmt: skip
+
+
+def averaged(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    parts = [steps[start : start + AVERAGED] for start in range(0, len(steps), AVERAGED)]
+    return [(part[-1]["step"], mean([step["accepted_length"] for step in part])) for part in parts]
 
 
 def show(found: dict[str, Any]) -> None:
@@ -61,12 +100,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def training(run: Path) -> dict[str, Any]:
-    """Sums and means of the last 50 steps. Of a step that was taken again, the last time counts."""
+    """Sums and means of the last AVERAGED steps. Of a step that was taken again, the last time counts."""
     by_step = {step["step"]: step for step in lines(run / "metrics.jsonl")}
     if not by_step:
         return {}
     steps = [by_step[number] for number in sorted(by_step)]
-    last = steps[-50:]
+    last = steps[-AVERAGED:]
     return {
         "steps": steps[-1]["step"],
         "tokens": int(sum(step["tokens"] for step in steps)),

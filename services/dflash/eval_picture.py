@@ -1,15 +1,19 @@
-"""Acceptance by position as a picture: one SVG, a curve a block size or domain, nothing needed to draw it.
+"""Curves of an evaluation as pictures: acceptance by position, or over a training. One SVG, nothing needed.
 
-x: the slot of a block, y: the share of rounds that kept its draft and all before it. The sum of a curve's
-values, plus one, is the acceptance length. Colours are Okabe and Ito's, which colour-blind people tell apart.
+By position, x is the slot of a block and y the share of rounds that kept its draft and all before it: the sum
+of a curve's values, plus one, is the acceptance length. Colours are Okabe and Ito's, which colour-blind
+people tell apart; from the eighth curve on they come again, dashed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from services.dflash.eval_result import EvalResult
+
+Point = tuple[float, float]
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _WIDTH, _HEIGHT = 640, 400
@@ -34,15 +38,28 @@ def picture(results: Sequence[EvalResult]) -> str:
 def by_position_svg(curves: Mapping[str, Sequence[float]]) -> str:
     """`curves`: by legend, shares in [0, 1] of slot 1, 2, ..; an empty one, or NaN, draws nothing."""
     slots = max([1, *(len(shares) for shares in curves.values())])
+    return curves_svg(
+        {label: list(enumerate(shares, start=1)) for label, shares in curves.items()},
+        title="Share of rounds that kept the draft in a slot", across="slot of the block",
+        x_range=(1, max(2, slots)), y_range=(0.0, 1.0),
+    )  # fmt: skip
+
+
+def curves_svg(
+    curves: Mapping[str, Sequence[Point]], *, title: str, across: str,
+    x_range: tuple[float, float], y_range: tuple[float, float],
+) -> str:  # fmt: skip
+    """`curves`: by legend, points (x, y) in the two ranges; y of NaN draws nothing. `across`: what x is."""
+    frame = _Frame(x_range, y_range)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="22" font-size="14">Share of rounds that kept the draft in a slot</text>',
-        *_axes(slots),
+        f'<text x="{_LEFT}" y="22" font-size="14">{escape(title)}</text>',
+        *frame.axes(across),
     ]
-    for number, (label, shares) in enumerate(curves.items()):
-        parts += _curve(number, label, shares, slots)
+    for number, (label, points) in enumerate(curves.items()):
+        parts += frame.curve(number, label, points)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -50,36 +67,53 @@ def _label(name: str, result: EvalResult) -> str:
     return f"{name}: {result.acceptance.pooled_mean:.2f}"
 
 
-def _x(slot: int, slots: int) -> float:
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (slot - 1) / max(1, slots - 1)
+class _Frame:
+    """Where a point of the two ranges lies, in pixels."""
+
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
+        self._x_range, self._y_range = x_range, y_range
+
+    def x(self, value: float) -> float:
+        low, high = self._x_range
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low)
+
+    def y(self, value: float) -> float:
+        low, high = self._y_range
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - value) / (high - low)
+
+    def axes(self, across: str) -> list[str]:
+        right, parts = _WIDTH - _RIGHT, []
+        for value in _ticks(*self._y_range, most=7):
+            y = self.y(value)
+            parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#ddd"/>')
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.1f}</text>')
+        for value in _ticks(*self._x_range, most=16 if self._x_range[1] < 100 else 6):
+            x = self.x(value)
+            parts.append(
+                f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
+            )
+        middle = (_LEFT + right) / 2
+        parts.append(
+            f'<text x="{middle:.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(across)}</text>'
+        )
+        return parts
+
+    def curve(self, number: int, label: str, points: Sequence[Point]) -> list[str]:
+        known = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points if not math.isnan(y))
+        colour = _COLOURS[number % len(_COLOURS)]
+        dashes = ' stroke-dasharray="5 3"' if number >= len(_COLOURS) else ""
+        line = f'stroke="{colour}" stroke-width="2"{dashes}'
+        y, x = _TOP + 12 + 18 * number, _WIDTH - _RIGHT + 14
+        return [
+            f'<polyline points="{known}" fill="none" {line}/>',
+            f'<line x1="{x}" y1="{y}" x2="{x + 18}" y2="{y}" {line}/>',
+            f'<text x="{x + 24}" y="{y + 4}">{escape(label)}</text>',
+        ]
 
 
-def _y(share: float) -> float:
-    return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1.0 - share)
-
-
-def _axes(slots: int) -> list[str]:
-    right, parts = _WIDTH - _RIGHT, []
-    for tenth in range(0, 11, 2):
-        y = _y(tenth / 10)
-        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
-    every = -(-slots // 16)
-    for slot in range(1, slots + 1, every):
-        x = _x(slot, slots)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{slot}</text>')
-    middle = (_LEFT + right) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{_HEIGHT - 10}" text-anchor="middle">slot of the block</text>')
-    return parts
-
-
-def _curve(number: int, label: str, shares: Sequence[float], slots: int) -> list[str]:
-    colour = _COLOURS[number % len(_COLOURS)]
-    known = [(slot, share) for slot, share in enumerate(shares, start=1) if share == share]
-    points = " ".join(f"{_x(slot, slots):.1f},{_y(share):.1f}" for slot, share in known)
-    y, x = _TOP + 12 + 18 * number, _WIDTH - _RIGHT + 14
-    return [
-        f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
-        f'<line x1="{x}" y1="{y}" x2="{x + 18}" y2="{y}" stroke="{colour}" stroke-width="2"/>',
-        f'<text x="{x + 24}" y="{y + 4}">{escape(label)}</text>',
-    ]
+def _ticks(low: float, high: float, *, most: int) -> list[float]:
+    """At most `most` round values in [low, high], at 1, 2 or 5 times a power of ten from each other."""
+    unit = 10.0 ** math.floor(math.log10((high - low) / most))
+    apart = next(unit * step for step in (1, 2, 5, 10, 20) if (high - low) / (unit * step) <= most)
+    first = math.ceil(low / apart - 1e-9)
+    return [number * apart for number in range(first, math.floor(high / apart + 1e-9) + 1)]

@@ -116,3 +116,22 @@ def test_a_row_that_is_not_there_is_refused() -> None:
     with pytest.raises(SystemExit, match=r"no row bsae; runs\.toml has block-16"):
         script.chosen("bsae")
     assert [row.name for row in script.chosen("kl,base")] == ["base", "kl"]
+
+
+def test_the_pictures_have_a_curve_for_each_row_with_figures(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "base"
+    run.mkdir(parents=True)
+    steps = [{"step": step, "accepted_length": 1.0 + step / 100} for step in range(1, 121)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert results.averaged(steps) == [(50, 1.255), (100, 1.755), (120, 2.105)]
+    found = {
+        "base": {
+            "acceptance": {"gsm8k": 1.5}, "by_position": {"gsm8k": [0.4, 0.1]},
+            "while_training": [{"step": step, "acceptance_length": 1.4} for step in (60, 120)],
+        },
+        "peer": {},
+    }  # fmt: skip
+    assert results.by_position(found).count("<polyline") == 1 and ">base: 1.50<" in results.by_position(found)
+    drawn = results.while_training(tmp_path, found)
+    assert drawn.count("<polyline") == 2 and ">base, decoded<" in drawn
+    assert "<polyline" not in results.while_training(tmp_path, {"peer": {}})
