@@ -15,8 +15,8 @@ ring      cuda_ipc arena on the first GPU, drafter on the second: `slot` as befo
 
 `one` waits for each copy before the next; `burst` queues BURST of them behind a pause of the stream and takes
 the GPU's own time, so that the host is out of the picture. In d2h a burst is of the copies alone, since the
-writer waits for each pack. The bar is 0.95 for d2h `one_slot` and the other bursts, at 64 MiB and more. It ends
-by itself: the drafter has PATIENCE_S for an answer; what has been measured until then is printed and written.
+writer waits for each pack. The bar is 0.95 for d2h `one_slot` and the other bursts, at 64 MiB and more. All
+ends by itself: the drafter has PATIENCE_S for an answer; what was measured until then is printed and written.
 """
 
 from __future__ import annotations

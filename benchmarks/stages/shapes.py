@@ -57,6 +57,10 @@ def shapes() -> dict[str, Shape]:
         vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, **SPECIAL,
     )  # fmt: skip
+    qwen3_06b = Qwen3Config(  # so small that hosts, not GPUs, are what is short
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, **SPECIAL,
+    )  # fmt: skip
     tiny = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, **SPECIAL)
     # heads of 128, as drafters for this target have: its own are 24 of 256
     heads = {"drafter.heads": "32", "drafter.kv-heads": "8", "drafter.head-dim": "128"}
@@ -64,6 +68,9 @@ def shapes() -> dict[str, Shape]:
     return {
         "qwen3-8b": Shape(
             qwen3_8b, torch.bfloat16, 1024, 40, GPU | {"drafter.mask-token-id": "151669"}
+        ),
+        "qwen3-0.6b": Shape(
+            qwen3_06b, torch.bfloat16, 1024, 200, GPU | {"drafter.mask-token-id": "151669"}
         ),
         "qwen3.6-27b": Shape(qwen36_27b(), torch.bfloat16, 1024, 12, gpu_27b),
         "tiny": Shape(tiny, torch.float32, 64, 12, CPU),
