@@ -31,7 +31,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="0: greedy, and checked to be lossless", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="1: all tokens", min=0.0, max=1.0)] = 1.0,
     plain: Annotated[
-        bool, typer.Option(help="decode without the drafter too, to compare speeds")
+        bool, typer.Option(help="decode without the drafter too, to compare speeds, one prompt at a time")
     ] = True,
     processes: Annotated[
         int, typer.Option(help="share the prompts out: several keep a GPU busy, but tell no speed", min=1)

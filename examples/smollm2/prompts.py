@@ -18,6 +18,7 @@ from services.data.dataset import Dataset
 SAMPLED = 4  # answers a prompt, beside the greedy one
 ANSWER_TOKENS = 256
 HELD_OUT = 60  # of self-instruct
+KINDS = ("greedy", "sampled")
 
 
 def questions(folder: Path, out: Path, limit: int) -> None:
@@ -98,7 +99,7 @@ def answer(model: str, out: Path, places: Places, limit_s: float, until_s: float
         good = all(list(pool.map(one, jobs)))
     if signals or time.monotonic() > until_s:
         raise Interrupted("prompts were still being answered; the next start goes on with them")
-    if good:
+    if good and all(any(file.stat().st_size for file in folder.glob(f"{kind}-*.jsonl")) for kind in KINDS):
         (folder / "done").touch()
 
 

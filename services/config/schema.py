@@ -235,6 +235,9 @@ class Eval(Options):
     prompts: str = option("", description="JSONL of held-out prompts; empty: no evaluation")
     max_new_tokens: Positive = option(128, description="answer length limit")
     limit: Annotated[int, Field(ge=0)] = option(0, description="prompts used; 0: all")
+    batch: Positive = option(
+        32, description="prompts decoded at a time where no speed is told: by the evaluator, eval --no-plain"
+    )
     thinking: Literal["data", "on", "off"] = option(
         "data", description="what the chat template is asked for; data: what data.thinking says"
     )

@@ -6,6 +6,7 @@ tokens' logits must tie within rounding (a block and a single token take differe
 is counted. Without the yardstick there is no speed to compare, and losslessness takes one forward: each
 token of the answer must be the target's best after those before it, up to the same rounding.
 Cost: one sequence at a time, and plain decoding takes most of it: the acceptance length times the other.
+Without it there is no speed to tell, and greedy answers are decoded in batches where the target allows it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from services.dflash.export_check import check_export
 from services.dflash.prompts import Prompt, load_prompts
 from services.dflash.sampling import Sampling
 from services.dflash.speculate import Generation, decode_plainly, speculate
+from services.dflash.speculate_batch import can_batch, speculate_batch
 from services.dflash.target_model import Target, load_target, load_tokenizer
 
 # Of the larger logit: what another order of summation may change. bf16 keeps 8 bits.
@@ -47,47 +49,46 @@ def evaluate(
     sampling: Sampling | None = None,
     plain: bool = True,
     known_plain: Sequence[Generation] = (),
+    batch: int = 1,
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Decodes `prompts` with the pair and, if `plain`, without the drafter too. Greedy: checked to be lossless.
+    """Decodes `prompts` with the pair and, if `plain`, without it too. Greedy: checked to be lossless.
 
     `known_plain`: the `plain` of an earlier result with the same target, prompts, limits and sampling, which
-    is then not decoded again. `stop_ids` None takes the target's. Raises `ModelError` if drafter and target
-    do not fit, `ConfigError` for a block larger than the drafter's.
+    is then not decoded again. `batch`: prompts decoded at a time, which tells no speed; one by one with
+    `plain`, sampled, or with a target that cannot. `stop_ids` None takes the target's. `progress` (prompts
+    done, of all) may be called several times for one prompt; what it raises ends the evaluation. Raises
+    `ModelError` if drafter and target do not fit, `ConfigError` for a block larger than the drafter's.
     """
     check_fit(drafter.config, target)
     if block_size is not None:
         _check_block(block_size, drafter.config)
     drafter = drafter.to(target.device, target.dtype).eval()
     stops = tuple(target.stop_ids if stop_ids is None else stop_ids)
-    drafted: list[Generation] = []
     alone: list[Generation] = list(known_plain) if plain else []
-    for done, prompt in enumerate(prompts):
-        drawn = None if sampling is None else replace(sampling, seed=sampling.seed + prompt.number)
-        drafted.append(
-            speculate(
-                target,
-                drafter,
-                prompt.ids,
-                max_new_tokens=max_new_tokens,
-                stop_ids=stops,
-                block_size=block_size,
-                sampling=drawn,
-            )
-        )
-        if plain and not known_plain:
-            alone.append(
-                decode_plainly(
-                    target, prompt.ids, max_new_tokens=max_new_tokens, stop_ids=stops, sampling=drawn
-                )
-            )
-        if progress is not None:
-            progress(done + 1, len(prompts))
+    if batch > 1 and not plain and sampling is None and can_batch(target):
+        drafted = speculate_batch(
+            target, drafter, [prompt.ids for prompt in prompts],
+            max_new_tokens=max_new_tokens, stop_ids=stops, block_size=block_size, rows=batch,
+            progress=progress,
+        )  # fmt: skip
+    else:
+        drafted = []
+        for done, prompt in enumerate(prompts):
+            limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stops}
+            if sampling is not None:
+                limits["sampling"] = replace(sampling, seed=sampling.seed + prompt.number)
+            drafted.append(speculate(target, drafter, prompt.ids, block_size=block_size, **limits))
+            if plain and not known_plain:
+                alone.append(decode_plainly(target, prompt.ids, **limits))
+            if progress is not None:
+                progress(done + 1, len(prompts))
     ties: list[int] = []
     differing: list[int] = []
-    if sampling is None:
-        compare = _compare if plain else _look_again
-        ties, differing = compare(target, prompts, drafted, alone)
+    if sampling is None and plain:
+        ties, differing = _compare(target, prompts, drafted, alone)
+    elif sampling is None:
+        ties, differing = _look_again(target, prompts, drafted, progress)
     return EvalResult(
         domains=tuple(prompt.domain for prompt in prompts),
         drafted=tuple(drafted),
@@ -153,6 +154,7 @@ def run_evals(
                 sampling=sampling,
                 plain=plain,
                 known_plain=results[0].plain if results else (),
+                batch=config.eval.batch if config else 1,
                 progress=_part(progress, number, len(sizes)),
             )
         )
@@ -258,7 +260,7 @@ def _compare(
 
 @torch.inference_mode()
 def _look_again(
-    target: Target, prompts: Sequence[Prompt], drafted: Sequence[Generation], _plain: Sequence[Generation]
+    target: Target, prompts: Sequence[Prompt], drafted: Sequence[Generation], progress: Progress | None
 ) -> tuple[list[int], list[int]]:
     """(prompts with a token that only ties with the target's best, prompts with a worse one).
 
@@ -277,6 +279,8 @@ def _look_again(
             differing.append(index)
         elif bool((behind_T > 0).any()):
             ties.append(index)
+        if progress is not None:
+            progress(len(prompts), len(prompts))
     return ties, differing
 
 

@@ -157,7 +157,7 @@ def _positions_never_restart() -> Iterator[None]:
 
 
 class TapReader:
-    """Joined taps of the model's latest forward, [tokens, D*H], for decoding one sequence at a time."""
+    """Joined taps of the model's latest forward, for decoding."""
 
     def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
         self._taps: list[Tensor | None] = [None] * len(layer_ids)
@@ -174,10 +174,14 @@ class TapReader:
             hook.remove()
 
     def features(self) -> Tensor:
-        """Of the one sequence in the batch; raises if no forward has run."""
+        """[tokens, D*H] of the one sequence in the batch."""
+        return self.batch()[0]
+
+    def batch(self) -> Tensor:
+        """[sequences, tokens, D*H]."""
         taps = [tap for tap in self._taps if tap is not None]
         assert len(taps) == len(self._taps), "no forward has run yet"
-        return torch.cat(taps, dim=-1)[0]
+        return torch.cat(taps, dim=-1)
 
     def _hook(self, index: int) -> Any:
         def keep(_layer: nn.Module, _inputs: Any, output: Any) -> None:

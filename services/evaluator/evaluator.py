@@ -3,10 +3,10 @@
     wait for a new recorded checkpoint -> hold its files -> held-out loss -> decode the held-out prompts
         -> evaluation.json -> a line in acceptance.jsonl -> the best so far?
 
-Not a member of the run: it says no Hello, holds no lease and no pack, and only reads. Between two prompts
-or packs it rests as `evaluator.share` demands, hears a signal and beats the watchdog. One evaluation costs
-one decoding of all prompts with the drafter, one sequence at a time, and one forward of the answers and of
-the held-out samples.
+Not a member of the run: it says no Hello, holds no lease and no pack, and only reads. Between two rounds
+of decoding or two packs it rests as `evaluator.share` demands, hears a signal and beats the watchdog. One
+evaluation costs one decoding of all prompts with the drafter, `eval.batch` at a time, and one forward of the
+answers and of the held-out samples.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Evaluator:
             held_out = self._validation.measure(self._target, drafter, self._rest)
         result = evaluate(
             self._target, drafter, self._prompts,
-            max_new_tokens=self._config.eval.max_new_tokens, plain=False,
+            max_new_tokens=self._config.eval.max_new_tokens, plain=False, batch=self._config.eval.batch,
             progress=lambda _done, _of: self._rest(),
         )  # fmt: skip
         return line_of(found, result, held_out, seconds=time.monotonic() - began_s, at_unix_s=time.time())
