@@ -209,3 +209,15 @@ def test_decoding_is_lossless(dtype):
     prompts = [Prompt(tuple(range(seed, seed + 20)), "") for seed in range(3)]
     result = evaluate(target, drafter, prompts, max_new_tokens=40, stop_ids=())
     assert result.lossless, result.to_dict()
+
+
+def test_a_batch_decodes_what_one_prompt_at_a_time_does():
+    target, drafter = tiny_target(torch.float32), Drafter(config(8, sliding=True), seed=0)
+    prompts = [Prompt(tuple(range(seed, seed + 20 + 7 * seed)), "", seed) for seed in range(9)]
+    one, batch = (
+        evaluate(target, drafter, prompts, max_new_tokens=40, stop_ids=(), plain=False, batch=rows)
+        for rows in (1, 4)
+    )
+    assert one.lossless and batch.lossless
+    same = [a.tokens == b.tokens and a.accepted == b.accepted for a, b in zip(one.drafted, batch.drafted)]
+    assert sum(same) >= 8, "more than one tie among nine random answers"
