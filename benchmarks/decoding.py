@@ -1,4 +1,4 @@
-"""Speculative decoding for an evaluation: one prompt at a time against batches, in rounds of prompts a second.
+"""Speculative decoding for an evaluation: one prompt at a time against batches, in rounds a second.
 
     python benchmarks/decoding.py                    SmolLM2-135M's shape, on a GPU if there is one
     python benchmarks/decoding.py --shape tiny

@@ -219,5 +219,8 @@ def test_a_batch_decodes_what_one_prompt_at_a_time_does():
         for rows in (1, 4)
     )
     assert one.lossless and batch.lossless
-    same = [a.tokens == b.tokens and a.accepted == b.accepted for a, b in zip(one.drafted, batch.drafted)]
+    same = [
+        a.tokens == b.tokens and a.accepted == b.accepted
+        for a, b in zip(one.drafted, batch.drafted, strict=True)
+    ]
     assert sum(same) >= 8, "more than one tie among nine random answers"

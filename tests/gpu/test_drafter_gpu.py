@@ -262,19 +262,20 @@ def test_sums_during_the_last_backward_pass_are_the_sums_after_it():
 
 def lose_a_rank_in_a_backward_pass(rank: int, group: Group, pipe: Connection) -> None:
     """Rank 1 arrives and dies; rank 0 has sums under way that nobody answers, until its orders change."""
-    meeting, reducer, device = form(rank, group, wanted=lambda _try: not pipe.poll())
+    _, reducer, device = form(rank, group, wanted=lambda _try: not pipe.poll())
     step = step_on(device, config())
     step.add(0, BatchId(0, 0), pack(0, device))
-    step.apply(0, step.seal(LocalReducer(), TRY))
+    step.apply(0, step.seal(reducer, TRY))
     pipe.send("ready")
+    lost = TRY._replace(step=1)
     if rank == 1:
-        reducer.arrive(TRY)
+        reducer.arrive(lost)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     before = step._weights.masters.clone()
     try:
-        step.add(0, BatchId(0, 1), pack(1, device), last=LastPack(reducer, TRY))
-        step.seal(reducer, TRY)
+        step.add(0, BatchId(0, 1), pack(1, device), last=LastPack(reducer, lost))
+        step.seal(reducer, lost)
         pipe.send("not broken")
     except GroupBroken as error:
         pipe.send(str(error))
