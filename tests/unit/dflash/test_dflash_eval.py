@@ -81,6 +81,16 @@ def test_each_block_size_has_its_result_and_plain_decoding_is_done_once(files, r
     assert seen == [(done, 8) for done in range(1, 9)]
 
 
+def test_without_plain_decoding_prompts_are_decoded_in_batches(files, results):
+    found = [
+        run_evals(files / "ckpt", options(files, batch=batch), block_sizes=[6], plain=False)[0].to_dict()
+        for batch in (1, 3)
+    ]
+    assert found[0]["per_request"] == found[1]["per_request"] == results[2].to_dict()["per_request"]
+    assert found[0]["drafted_tokens_per_s"] > 0 and found[1]["drafted_tokens_per_s"] is None
+    assert found[1]["lossless"] is True
+
+
 def test_without_plain_decoding_one_forward_tells_whether_an_answer_is_the_targets(monkeypatch):
     target, drafter, *_ = train_drafter("llama")
     prompts = [Prompt(tuple(PROMPTS[0]), "", 0), Prompt(tuple(PROMPTS[1]), "", 1)]

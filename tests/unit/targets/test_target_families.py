@@ -24,6 +24,7 @@ from services.dflash.loss import LossOptions
 from services.dflash.pack import pack_loss
 from services.dflash.self_check import self_check
 from services.dflash.speculate import decode_plainly, speculate
+from services.dflash.speculate_batch import can_batch, speculate_batch
 from services.dflash.target_model import load_embedding_and_head, load_target
 
 SAME = 1e-5  # relative, worst row
@@ -155,6 +156,19 @@ def test_decoding_with_a_drafter_is_lossless(case):
     _, logits, _ = case.asked(torch.tensor([[*prompt, *plain.tokens]]))
     assert list(plain.tokens) == logits[0, 11:-1].argmax(-1).tolist()
     assert drafted.tokens == plain.tokens
+
+
+def test_prompts_decoded_together_are_decoded_as_alone(case):
+    """Wherever it is said to be possible: positions, masks and logits are then all that rows differ in."""
+    if not can_batch(case.target):
+        return
+    drafter = Drafter(case.drafter, seed=4).eval()
+    prompts = [case.ids[row, :length].tolist() for row, length in enumerate((12, 1, 5))]
+    limits = {"max_new_tokens": 8, "stop_ids": ()}
+    alone = [speculate(case.target, drafter, prompt, **limits) for prompt in prompts]
+    together = speculate_batch(case.target, drafter, prompts, rows=2, **limits)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert [answer.accepted for answer in together] == [answer.accepted for answer in alone]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
