@@ -211,8 +211,6 @@ def test_decoding_is_lossless(dtype):
     assert result.lossless, result.to_dict()
     together = evaluate(target, drafter, prompts, max_new_tokens=40, stop_ids=(), plain=False, batch=2)
     assert together.lossless, together.to_dict()
-    if dtype == torch.float32:
-        assert together.to_dict()["per_request"] == result.to_dict()["per_request"]
 
 
 def test_a_batch_decodes_what_one_prompt_at_a_time_does():
