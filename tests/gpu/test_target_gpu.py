@@ -32,6 +32,7 @@ from services.seeds import seed
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch warns, once a process, of its own debug mode
 ]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
@@ -131,8 +132,8 @@ def test_noise_beside_the_next_forward_is_what_a_drafter_adds(
 def test_a_forward_never_waits_for_the_gpu(dataset: Dataset, target: Target) -> None:
     started = make_started(make_config(dataset), dataset, target)
     batch = gather(dataset, batches_of(dataset)[0], edges=EDGES, vocabulary=VOCABULARY)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for slab in started.slabs:
             started.forward.run(batch, slab)
     finally:
