@@ -4,7 +4,7 @@ A slot's payload is a row of sections, each starting on a multiple of 64 bytes:
 
     features          float  [tokens, taps * hidden]    or, with split taps,
     features.0 ..     float  [tokens, hidden]           one section a tap, numbered from 0
-    last_hidden       float  [tokens, hidden]           only if the loss needs it
+    last_hidden       float  [tokens, hidden]           only if loss or labels need it
     input_ids         int32  [tokens]
     loss_mask         uint8  [tokens]
     position_ids      int32  [tokens]                   restarting at each document

@@ -86,7 +86,7 @@ class Descriptor(Frozen):
     """Where a pack lies and what is in it. `arena` is a file name inside the run's arena folder.
 
     Sections: `features` [T, taps*hidden], or with split taps `features.0` .. `features.D-1`
-    [T, hidden]; `last_hidden` [T, hidden] when the loss needs it; `input_ids` int32 [T];
+    [T, hidden]; `last_hidden` [T, hidden] when the recipe needs it; `input_ids` int32 [T];
     `loss_mask` uint8 [T]; `position_ids` int32 [T] (restarting per document);
     `document_offsets` int32 [documents + 1]; `sample_ids` int64 [documents].
     """

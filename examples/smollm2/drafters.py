@@ -31,8 +31,8 @@ from services.data.dataset import Dataset
 from services.data.plan import epoch_plan
 
 FIRST_STEP_S = 120.0
-MEASURE_S = 150.0  # before the deadline: an export and an evaluation of few prompts, eight at a time
-FEW, FEW_PROCESSES = 24, 4
+MEASURE_S = 150.0  # before the deadline: an export and an evaluation of few prompts, eight rows at a time
+FEW = 24  # prompts
 
 
 class Row(NamedTuple):
@@ -212,8 +212,7 @@ class Drafters:
         }  # fmt: skip
         words = [
             str(self._out / "exports" / name), "--config", str(BASE), *flags(options), "--json",
-            f"--processes={self._processes if prompts == 'all' else FEW_PROCESSES}",
-            f"--picture={found.with_suffix('.svg')}", "--no-plain",
+            f"--processes={self._processes}", f"--picture={found.with_suffix('.svg')}", "--no-plain",
         ]  # fmt: skip
         log = found.with_suffix(".log")
         ended = draftmill(log, "eval", *words, env=env, into=found, until_s=self._times.all_s)

@@ -45,7 +45,7 @@ def questions(folder: Path, out: Path, limit: int) -> None:
     ]
     write(out / "train.jsonl", [{"prompt": text} for text in train])
     write(out / "all.jsonl", gsm8k + others)
-    write(out / "few.jsonl", gsm8k[:64])
+    write(out / "few.jsonl", gsm8k)
 
 
 def human_eval() -> list[str]:

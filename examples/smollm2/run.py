@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--deadline-s", type=float, default=0.0, help="for all of it, 150 s to measure included; 0: none"
     )
-    parser.add_argument("--processes", type=int, default=12, help="of an evaluation of all prompts")
+    parser.add_argument("--processes", type=int, default=1, help="of an evaluation; each decodes in batches")
     parser.add_argument("--limit", type=int, default=0, help="prompts of each file, to try the script")
     parser.add_argument("--only", default="", help="rows of runs.toml, with commas")
     return parser.parse_args()

@@ -188,6 +188,11 @@ class Recipe(Options):
     loss: Literal["ce", "kl", "dpace"] = training(
         "ce", description="ce: the paper's; kl ships the last hidden state"
     )
+    labels: Literal["data", "target"] = training(
+        "data",
+        description="what a slot is to foretell: the text's own token, or the one that the target finds best "
+        "after the text before it (ships the last hidden state; for sampled or foreign answers)",
+    )
     gamma: Annotated[float, Field(ge=0.0)] = training(
         0.0, description="decay of the position weights; 0: by block"
     )
@@ -195,6 +200,11 @@ class Recipe(Options):
     noise_scale: Annotated[float, Field(ge=0.0)] = training(
         0.0, description="half width, or deviation, of the noise"
     )
+
+    @property
+    def needs_last_hidden(self) -> bool:
+        """Whether drafters need what the target's LM head sees, beside the features."""
+        return self.loss == "kl" or self.labels == "target"
 
 
 class Arena(Options):

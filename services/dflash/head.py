@@ -41,6 +41,13 @@ class RowLosses(NamedTuple):
     correct_R: Tensor  # bool: the label has the largest logit
 
 
+@torch.no_grad()
+def best_ids(hidden_RH: Tensor, head: FrozenHead) -> Tensor:
+    """int64 [R]: the token with the largest logit for each row, after its final norm; first of equals."""
+    rows = GPU_CHUNK_ROWS if hidden_RH.is_cuda else CPU_CHUNK_ROWS
+    return torch.cat([_raw(part_RH, head).argmax(-1) for part_RH in hidden_RH.split(rows)])
+
+
 def row_losses(
     hidden_RH: Tensor, head: FrozenHead, labels_R: Tensor, teacher_RH: Tensor | None = None
 ) -> RowLosses:

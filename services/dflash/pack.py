@@ -21,7 +21,7 @@ from torch import Tensor
 from services.dflash.anchors import Anchors
 from services.dflash.attention import DenseAttention, DocumentAttention, FlexAttention
 from services.dflash.drafter import Attend, Drafter
-from services.dflash.head import FrozenHead, row_losses
+from services.dflash.head import FrozenHead, best_ids, row_losses
 from services.dflash.loss import LossOptions, slot_weights
 from services.dflash.mask import BlockLayout, block_layout
 
@@ -59,17 +59,18 @@ def pack_loss(
 ) -> PackLoss:
     """Sums over the pack's blocks; all tensors on one device.
 
-    `last_hidden_TH` (after the target's final norm) is needed for `kl` only. Without a valid anchor
-    the loss is zero and so are its gradients.
+    `last_hidden_TH` (after the target's final norm) is needed for `kl` and for the target's labels. Without a
+    valid anchor the loss is zero and so are its gradients.
     """
     dense_cpu = attention in ("auto", "dense") and not features_TF.is_cuda
     if dense_cpu:
         anchors = Anchors(*(part[anchors.valid_A] for part in anchors))
         if not anchors.valid_A.numel():
             return _nothing(drafter)
+    label_ids_T = input_ids_T if loss.labels == "data" else _targets_labels(last_hidden_TH, head, input_ids_T)
     if features_TF.is_cuda:
-        features_TF, input_ids_T, loss_mask_T, position_ids_T = (
-            _padded(rows) for rows in (features_TF, input_ids_T, loss_mask_T, position_ids_T)
+        features_TF, input_ids_T, label_ids_T, loss_mask_T, position_ids_T = (
+            _padded(rows) for rows in (features_TF, input_ids_T, label_ids_T, loss_mask_T, position_ids_T)
         )
     tokens, size = features_TF.shape[0], drafter.config.block_size
     layout = block_layout(anchors, document_offsets, tokens, size)
@@ -90,7 +91,7 @@ def pack_loss(
     loss_AK, correct_AK = _slot_losses(
         hidden_RH.unflatten(0, (-1, size))[:, 1:],
         head,
-        input_ids_T[place_AK].to(torch.int64),
+        label_ids_T[place_AK].to(torch.int64),
         _teacher_rows(last_hidden_TH, place_AK) if loss.kind == "kl" else None,
         kept_AK,
     )
@@ -109,6 +110,17 @@ def _attend(drafter: Drafter, layout: BlockLayout, attention: AttentionKind, on_
     if attention == "reference" or on_gpu:
         return DenseAttention(drafter.config, layout)
     return DocumentAttention(drafter.config, layout)
+
+
+def _targets_labels(last_hidden_TH: Tensor | None, head: FrozenHead, input_ids_T: Tensor) -> Tensor:
+    """The target's best token for each place, as the row before it foretells it.
+
+    The first place of a document has the former one's last row before it: no slot ever stands there.
+    """
+    assert last_hidden_TH is not None, "the target's labels need its last hidden state"
+    return torch.cat(
+        (input_ids_T[:1], best_ids(last_hidden_TH[: len(input_ids_T) - 1], head).to(input_ids_T))
+    )
 
 
 def _teacher_rows(last_hidden_TH: Tensor | None, place_AK: Tensor) -> Tensor:

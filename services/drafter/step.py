@@ -74,7 +74,7 @@ class StepGradient:
         self._device = weights.masters.device
         if self._device.type == "cuda":
             weights.keep_copies(drafter, DTYPES[config.drafter.dtype])
-        self._loss = LossOptions(config.recipe.loss, config.recipe.gamma)
+        self._loss = LossOptions.of(config.recipe)
         self.layout = TallyLayout(drafter.config.block_size - 1, config.plan.packs_per_step)
         self._tally = torch.zeros(self.layout.size, dtype=torch.float64, device=self._device)
         self._pieces = Pieces(drafter, weights.places)

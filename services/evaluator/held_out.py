@@ -61,13 +61,13 @@ class Validation:
     def measure(self, target: Target, drafter: Drafter, after_pack: Callable[[], None]) -> HeldOut:
         """`drafter` on the target's device and in its type; `after_pack` is called between packs."""
         config, total = self._config, _Sums(drafter.config.block_size - 1)
-        kl = config.recipe.loss == "kl"
+        last_hidden = config.recipe.needs_last_hidden
         most = max((int(self._dataset.lengths[list(pack)].sum()) for pack in self.packs), default=0)
         buffer = PackBuffer.allocate(
             most, drafter.config.taps, drafter.config.hidden_size,
-            split=False, last_hidden=kl, dtype=target.dtype, device=target.device,
+            split=False, last_hidden=last_hidden, dtype=target.dtype, device=target.device,
         )  # fmt: skip
-        with TapCapture(target, drafter.config.target_layer_ids, last_hidden=kl) as capture:
+        with TapCapture(target, drafter.config.target_layer_ids, last_hidden=last_hidden) as capture:
             for number, pack in enumerate(self.packs):
                 longest = int(self._dataset.lengths[list(pack)].max())
                 rows = target.embed_weight_VH.shape[0]
@@ -95,7 +95,7 @@ class Validation:
             features_TF=computed["features"], last_hidden_TH=computed.get("last_hidden"),
             input_ids_T=known["input_ids"], loss_mask_T=loss_mask_T, document_offsets=offsets,
             position_ids_T=known["position_ids"],
-            anchors=anchors, loss=LossOptions(config.recipe.loss, config.recipe.gamma),
+            anchors=anchors, loss=LossOptions.of(config.recipe),
             attention=config.drafter.attention, dtype=target.dtype,
         )  # fmt: skip
 

@@ -49,7 +49,7 @@ class Slab:
             shape.taps,
             shape.hidden_size,
             split=config.target.split_fc_layers,
-            last_hidden=config.recipe.loss == "kl",
+            last_hidden=config.recipe.needs_last_hidden,
             dtype=dtype,
             device=device,
         )
@@ -66,7 +66,7 @@ class Forward:
         self._cancel = threading.Event()
         self._hooks = [layer.register_forward_pre_hook(self._leave_if_cancelled) for layer in target.layers]
         self._stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
-        self._capture = TapCapture(target, layer_ids, last_hidden=config.recipe.loss == "kl")
+        self._capture = TapCapture(target, layer_ids, last_hidden=config.recipe.needs_last_hidden)
 
     def run(self, batch: HostBatch, slab: Slab) -> None:
         """Issue the forward of `batch` into `slab`; complete once `slab.packed` is.

@@ -37,7 +37,7 @@ def pack_sections(
         features = [(f"features.{tap}", dtype, (tokens, hidden)) for tap in range(taps)]
     else:
         features = [("features", dtype, (tokens, taps * hidden))]
-    last = [("last_hidden", dtype, (tokens, hidden))] if _ships_last_hidden(config) else []
+    last = [("last_hidden", dtype, (tokens, hidden))] if config.recipe.needs_last_hidden else []
     return place(
         [
             *features,
@@ -53,7 +53,7 @@ def pack_sections(
 
 def bytes_per_token(config: Config, *, hidden: int, taps: int) -> int:
     """Bytes a further token adds to a pack, beside its share of the documents' sections."""
-    rows = taps + _ships_last_hidden(config)
+    rows = taps + config.recipe.needs_last_hidden
     ids = 2 * ITEM_BYTES["int32"] + ITEM_BYTES["uint8"]
     return rows * hidden * ITEM_BYTES[config.model.dtype] + ids
 
@@ -63,11 +63,6 @@ def slot_bytes(config: Config, *, hidden: int, taps: int, max_documents: int) ->
     tokens = config.plan.token_budget
     sections = pack_sections(config, hidden=hidden, taps=taps, tokens=tokens, documents=max_documents)
     return payload_bytes(sections)
-
-
-def _ships_last_hidden(config: Config) -> bool:
-    """Only a loss against the target's own distribution needs what the LM head sees."""
-    return config.recipe.loss == "kl"
 
 
 assert ALIGN_BYTES % max(ITEM_BYTES.values()) == 0, "a section's elements are aligned because the section is"

@@ -29,7 +29,7 @@ class Trained(NamedTuple):
 
 
 @torch.inference_mode()
-def _answers(target: Target) -> Tensor:
+def greedy_answers(target: Target) -> Tensor:
     """Prompts and greedy answers [prompts, _LENGTH], all at once and without a cache."""
     ids = torch.tensor(PROMPTS)
     while ids.shape[1] < _LENGTH:
@@ -42,7 +42,7 @@ def _answers(target: Target) -> Tensor:
 def train_drafter(family: str, *, steps: int = 90, sliding: bool = False) -> Trained:
     """Half a second of training on a quiet core; the result is shared by tests, which leave it as it is."""
     target = tiny_target(family)
-    ids = _answers(target)
+    ids = greedy_answers(target)
     tokens = ids.numel()
     scale = 32**0.5 if "gemma" in family else 1.0
     config = drafter_config(

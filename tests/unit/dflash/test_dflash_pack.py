@@ -4,10 +4,11 @@ import pytest
 import torch
 from dflash_packs import embedding_and_head, tiny_pack, without_last_hidden
 from dflash_tiny import drafter_config
+from dflash_trained import greedy_answers, train_drafter
 
 from services.dflash.anchors import Anchors, draw_anchors
 from services.dflash.drafter import Drafter
-from services.dflash.head import FrozenHead, row_losses
+from services.dflash.head import FrozenHead, best_ids, row_losses
 from services.dflash.loss import LossOptions, default_gamma, position_weights
 from services.dflash.pack import pack_loss
 
@@ -17,7 +18,7 @@ CONFIG = drafter_config(
 LENGTHS = [30, 3, 1, 46]
 
 
-def sums(drafter, pack, anchors, *, kind="ce", attention="auto", config=CONFIG):
+def sums(drafter, pack, anchors, *, kind="ce", labels="data", attention="auto", config=CONFIG):
     embedding, head = embedding_and_head(config)
     return pack_loss(
         drafter,
@@ -25,7 +26,7 @@ def sums(drafter, pack, anchors, *, kind="ce", attention="auto", config=CONFIG):
         head,
         **pack._asdict(),
         anchors=anchors,
-        loss=LossOptions(kind),
+        loss=LossOptions(kind, labels=labels),
         attention=attention,
     )
 
@@ -131,6 +132,41 @@ def test_steps_lower_the_loss(kind):
         optimizer.step()
         losses.append(float(result.loss_sum.detach() / result.weight_sum))
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "dpace"])
+def test_the_targets_labels_are_what_it_finds_best_after_the_text_before(monkeypatch, kind):
+    pack, drafter = tiny_pack(LENGTHS, CONFIG), Drafter(CONFIG, seed=1)
+    _, head = embedding_and_head(CONFIG)
+    best_T = [int(head.logits(row_H).argmax()) for row_H in pack.last_hidden_TH]
+    anchors, ends, expected = drawn(pack, 20), pack.document_offsets[1:].tolist(), []
+    for anchor in anchors.positions_A[anchors.valid_A].tolist():
+        end = next(end for end in ends if anchor < end)
+        places = range(anchor + 1, min(anchor + CONFIG.block_size, end))
+        expected += [best_T[place - 1] for place in places if pack.loss_mask_T[place]]
+    given = []
+
+    def spy(hidden_RH, head, labels_R, teacher_RH=None):
+        given.append(labels_R.tolist())
+        return row_losses(hidden_RH, head, labels_R, teacher_RH)
+
+    monkeypatch.setattr("services.dflash.pack.row_losses", spy)
+    own = sums(drafter, pack, anchors, kind=kind, labels="target")
+    full = sums(drafter, pack, anchors, kind=kind, labels="target", attention="reference")
+    data = sums(drafter, pack, anchors, kind=kind)
+    assert given[0] == expected != given[2]
+    for mine, theirs in zip(own, full, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5)
+    assert torch.equal(own.count_K, data.count_K)
+
+
+def test_on_the_targets_own_greedy_text_both_labels_are_the_same():
+    trained = train_drafter("llama", steps=1)
+    ids = greedy_answers(trained.target)
+    with torch.inference_mode():
+        last = trained.target.base(input_ids=ids, use_cache=False).last_hidden_state
+    best = torch.stack([best_ids(row, trained.target.head) for row in last])
+    assert torch.equal(best[:, 3:-1], ids[:, 4:])
 
 
 def test_accepted_prefixes_are_counted():

@@ -67,7 +67,7 @@ def plain_gradient(config, packs: list[tuple[BatchId, dict]]) -> dict[str, torch
                 drafter, step._embed_weight_VH, FrozenHead(step._embed_weight_VH),
                 features_TF=pack["features"], input_ids_T=pack["input_ids"], loss_mask_T=pack["loss_mask"],
                 position_ids_T=pack["position_ids"], document_offsets=pack["document_offsets"],
-                anchors=anchors, loss=LossOptions(config.recipe.loss, config.recipe.gamma),
+                anchors=anchors, loss=LossOptions.of(config.recipe),
             )  # fmt: skip
             loss_sum, weight_sum = loss_sum + sums.loss_sum, weight_sum + sums.weight_sum
     (loss_sum / weight_sum).backward()

@@ -100,6 +100,15 @@ def test_kl_is_measured_against_the_targets_own_distribution(tmp_path, trained, 
     assert found.accuracy_by_position == plain.accuracy_by_position
 
 
+def test_the_targets_labels_are_measured_as_they_are_trained(tmp_path, trained, validation):
+    """The held-out samples are the target's own greedy answers: it finds best what they say."""
+    options = config(tmp_path, recipe={"labels": "target"})
+    found = Validation.open(options).measure(trained.target, trained.drafter, lambda: None)
+    plain = validation.measure(trained.target, trained.drafter, lambda: None)
+    assert found.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert found.accuracy_by_position == plain.accuracy_by_position
+
+
 def test_the_limit_of_held_out_samples_counts(tmp_path, trained, validation):
     few = config(tmp_path, eval={"prompts": "none", "validation_limit": 3})
     assert sum(map(len, Validation(few, Dataset.open(tmp_path / "data" / "validation")).packs)) == 3

@@ -62,6 +62,17 @@ def test_what_the_layout_makes_is_accepted(split: bool, loss: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("recipe", "needed"),
+    [({}, False), ({"loss": "dpace"}, False), ({"loss": "kl"}, True), ({"labels": "target"}, True)],
+)
+def test_the_last_hidden_state_is_shipped_where_loss_or_labels_need_it(recipe, needed) -> None:
+    plain = config()
+    changed = plain.model_copy(update={"recipe": plain.recipe.model_copy(update=recipe)})
+    sections = pack_sections(changed, hidden=16, taps=3, tokens=8, documents=1)
+    assert ("last_hidden" in {section.name for section in sections}) == needed
+
+
+@pytest.mark.parametrize(
     ("bad", "said"),
     [
         (descriptor().model_copy(update={"slot": 2}), "slot 2 of an arena of 2"),
