@@ -49,6 +49,7 @@ count = {targets}
 slots = 6
 threads = 1
 self_check = false
+{target_more}
 [drafter]
 count = {drafters}
 threads = 1
@@ -58,6 +59,7 @@ block_size = 4
 mask_token_id = 60
 dtype = "float32"
 deterministic = true
+{drafter_more}
 [recipe]
 anchors_per_pack = 16
 anchor_draws = {draws}
@@ -140,7 +142,8 @@ class Run:
 
     def __init__(
         self, root: Path, name: str, model: Path, data: Path, *,
-        targets: int = 2, drafters: int = 1, draws: int = 1, extra: str = "",
+        targets: int = 2, drafters: int = 1, draws: int = 1, target_more: str = "", drafter_more: str = "",
+        extra: str = "",
     ) -> None:  # fmt: skip
         self.targets, self.drafters = targets, drafters
         self.placed = True  # False: roles find their places themselves, names are only ours
@@ -151,7 +154,7 @@ class Run:
         self.file = self.dir.with_suffix(".toml")
         text = CONFIG.format(
             run=self.dir, model=model, data=data, arena=self.arena, targets=targets, drafters=drafters,
-            draws=draws,
+            draws=draws, target_more=target_more, drafter_more=drafter_more,
         )  # fmt: skip
         self.file.write_text(text + extra)
         self.config = load(file=self.file, environ={}).config
