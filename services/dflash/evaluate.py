@@ -4,7 +4,8 @@ Each prompt is decoded by the pair and, as yardstick, by the target alone with t
 limits, once for all block sizes. Greedy answers must be equal token for token; where they part, the two
 tokens' logits must tie within rounding (a block and a single token take different matrix products), and that
 is counted. Without the yardstick there is no speed to compare, and losslessness takes one forward: each
-token of the answer must be the target's best after those before it, up to the same rounding.
+token of the answer must be the target's best after those before it, up to the same rounding, and the answer
+must end where the target's would.
 Cost: one sequence at a time, and plain decoding takes most of it: the acceptance length times the other.
 Without it there is no speed to tell, and greedy answers are decoded in batches where the target allows it.
 """
@@ -88,7 +89,7 @@ def evaluate(
     if sampling is None and plain:
         ties, differing = _compare(target, prompts, drafted, alone)
     elif sampling is None:
-        ties, differing = _look_again(target, prompts, drafted, progress)
+        ties, differing = _look_again(target, prompts, drafted, max_new_tokens, stops, progress)
     return EvalResult(
         domains=tuple(prompt.domain for prompt in prompts),
         drafted=tuple(drafted),
@@ -260,11 +261,17 @@ def _compare(
 
 @torch.inference_mode()
 def _look_again(
-    target: Target, prompts: Sequence[Prompt], drafted: Sequence[Generation], progress: Progress | None
+    target: Target,
+    prompts: Sequence[Prompt],
+    drafted: Sequence[Generation],
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    progress: Progress | None,
 ) -> tuple[list[int], list[int]]:
-    """(prompts with a token that only ties with the target's best, prompts with a worse one).
+    """(prompts with a token that only ties with the target's best, prompts with a worse one or a wrong end).
 
-    One forward of the whole answer, without a cache: what a fault of the cache did to it shows too.
+    One forward of the whole answer, without a cache: what a fault of the cache did to it shows too. Where the
+    target's logits are NaN no token is its best.
     """
     ties: list[int] = []
     differing: list[int] = []
@@ -275,13 +282,20 @@ def _look_again(
         chosen_T = logits_TV.gather(1, ids[0, len(prompt.ids) :, None])[:, 0]
         behind_T = (logits_TV.amax(-1) - chosen_T).float()
         allowed_T = _TIE[target.dtype] * logits_TV.abs().amax(-1).float().clamp(min=1.0)
-        if bool((behind_T > allowed_T).any()):
+        whole = len(answer.tokens) == _length(answer.tokens, max_new_tokens, stop_ids)
+        if not whole or not bool((behind_T <= allowed_T).all()):
             differing.append(index)
         elif bool((behind_T > 0).any()):
             ties.append(index)
         if progress is not None:
             progress(len(prompts), len(prompts))
     return ties, differing
+
+
+def _length(tokens: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]) -> int:
+    """Of an answer that begins with these tokens: up to the first that stops it, or to the limit."""
+    stops = (place for place, token in enumerate(tokens, start=1) if token in stop_ids)
+    return min(next(stops, max_new_tokens), max_new_tokens)
 
 
 @torch.inference_mode()

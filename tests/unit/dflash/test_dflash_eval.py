@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
+from dflash_tiny import tiny_target
 from dflash_trained import PROMPTS, train_drafter
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -128,6 +129,27 @@ def test_a_last_token_that_is_not_the_targets_is_seen_without_plain_decoding(mon
         monkeypatch.setattr(evaluate_module, "speculate", wrong_at)
         result = evaluate(target, drafter, prompts, max_new_tokens=12, stop_ids=(), plain=False)
         assert result.lossless is False, place
+
+
+@pytest.mark.parametrize("tokens", [0, 5, 13])
+def test_an_answer_with_another_end_than_the_targets_is_seen_without_plain_decoding(monkeypatch, tokens):
+    target, drafter, *_ = train_drafter("llama")
+    prompts = [Prompt(tuple(PROMPTS[0]), "", 0)]
+    own = speculate(target, drafter, prompts[0].ids, max_new_tokens=13, stop_ids=()).tokens
+    answer = Generation(own[:tokens], (1,), 0.1, 0.1)
+    monkeypatch.setattr(evaluate_module, "speculate", lambda *_, **__: answer)
+    for stops in ((), own[7:8]):
+        result = evaluate(target, drafter, prompts, max_new_tokens=12, stop_ids=stops, plain=False)
+        assert result.lossless is False, stops
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_target_that_computes_nan_has_no_best_token(batch):
+    target, drafter = tiny_target("llama"), train_drafter("llama").drafter
+    target.layers[0].mlp.down_proj.weight.fill_(math.nan)
+    prompts = [Prompt(tuple(PROMPTS[0]), "", 0)]
+    result = evaluate(target, drafter, prompts, max_new_tokens=12, stop_ids=(), plain=False, batch=batch)
+    assert result.lossless is False
 
 
 @pytest.mark.parametrize("size", [1, 7])
