@@ -50,14 +50,15 @@ def while_training(out: Path, found: dict[str, Any]) -> str:
     """Each point of a row is the mean of AVERAGED steps."""
     curves = {name: averaged(lines(out / "runs" / name / "metrics.jsonl")) for name in found}
     for name, values in found.items():
-        decoded = [(line["step"], line["acceptance_length"]) for line in values.get("while_training", [])]
+        evaluated = [(line["step"], line["acceptance_length"]) for line in values.get("while_training", [])]
+        decoded = [(step, length) for step, length in evaluated if length is not None]
         curves |= {f"{name}, decoded": decoded} if decoded else {}
     points = [point for curve in curves.values() for point in curve]
     return curves_svg(
         {name: curve for name, curve in curves.items() if curve},
         title="Acceptance length while training", across="step",
-        x_range=(0, max((x for x, _ in points), default=1)),
-        y_range=(1.0, max((y for _, y in points), default=2.0)),
+        x_range=(0, max([1, *(x for x, _ in points)])),
+        y_range=(1.0, max([1.5, *(y for _, y in points)])),
     )  # fmt: skip
 
 
@@ -123,7 +124,8 @@ def peer(out: Path, row: Row) -> dict[str, Any]:
     found = exported(out, row) if row.peer else []
     said = json.loads(last_line(found[0])) if found else {}  # before it, lines of progress
     wanted = ("peer", "options", "steps", "tokens", "loss", "seconds")
-    return {name: said[name] for name in wanted if name in said}
+    counted = {"acceptance_of_its_own_blocks": said["acceptance"]} if "acceptance" in said else {}
+    return {name: said[name] for name in wanted if name in said} | counted
 
 
 def exported(out: Path, row: Row) -> list[Path]:

@@ -135,3 +135,18 @@ def test_the_pictures_have_a_curve_for_each_row_with_figures(tmp_path: Path) -> 
     drawn = results.while_training(tmp_path, found)
     assert drawn.count("<polyline") == 2 and ">base, decoded<" in drawn
     assert "<polyline" not in results.while_training(tmp_path, {"peer": {}})
+
+
+@pytest.mark.parametrize("length", [1.0, None])
+def test_initial_weights_alone_are_drawn_too(tmp_path: Path, length: float | None) -> None:
+    found = {"block-16": {"while_training": [{"step": 0, "acceptance_length": length}]}}
+    assert results.while_training(tmp_path, found).count("<polyline") == (length is not None)
+
+
+def test_what_the_peer_says_of_its_own_blocks_is_kept_apart_from_decoding(tmp_path: Path) -> None:
+    (tmp_path / "exports").mkdir()
+    said = {"peer": "another 1.0", "steps": 7, "acceptance": 2.5, "export": "left out"}
+    (tmp_path / "exports" / "peer.json").write_text(f"step 7\n{json.dumps(said)}\n")
+    found = results.result(tmp_path, drafters.Row("peer", peer=True), None)
+    assert found["acceptance_of_its_own_blocks"] == 2.5
+    assert "acceptance" not in found and "export" not in found
