@@ -4,7 +4,7 @@
     pieces    last layer: o gate up down, q; the layer before: ..; then what is complete only at the end
 
 An early piece is of weights that a pack uses once. Keys and values serve block and context, and the
-context's part comes last, with `fc`. At Qwen3-8B's shape nine tenths of the gradient are early.
+context's part comes last, with `fc`. At Qwen3-8B's shape 88 % of the gradient are early.
 
 Ranks hand pieces over in this order and no other, whatever their packs look like: collectives that do not
 match would sum one weight's gradient with another's.

@@ -132,7 +132,7 @@ def _acceptance(found: Mapping[str, Any] | None) -> str:
             if domain
         ),
         (
-            "equal to plain decoding, token for token",
+            "answers are the target's own, up to ties of logits",
             {True: "yes", False: "NO", None: "-"}[found["lossless"]],
         ),
     ]

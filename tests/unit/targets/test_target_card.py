@@ -88,7 +88,7 @@ def test_the_card_names_target_data_recipe_acceptance_and_versions(place, tmp_pa
         "2 held-out prompts, greedy, at most 64 new tokens, blocks of 16",
         "| acceptance length, pooled over rounds | 2.000 |",
         "| pooled, maths | 2.000 |",
-        "| equal to plain decoding, token for token | yes |",
+        "| answers are the target's own, up to ties of logits | yes |",
         '"num_speculative_tokens":15',
         f"{found['tensors']} tensors read back",
         "| transformers | 5.",
