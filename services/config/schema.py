@@ -191,7 +191,8 @@ class Recipe(Options):
     labels: Literal["data", "target"] = training(
         "data",
         description="what a slot is to foretell: the text's own token, or the one that the target finds best "
-        "after the text before it (ships the last hidden state; for sampled or foreign answers)",
+        "after the text before it (ships the last hidden state; for sampled or foreign answers; with kl, "
+        "which learns the target's distribution, it says what counts as a hit)",
     )
     gamma: Annotated[float, Field(ge=0.0)] = training(
         0.0, description="decay of the position weights; 0: by block"

@@ -23,18 +23,14 @@ _GAMMAS = ((8, 4.0), (10, 5.0), (16, 7.0))  # paper, training recipe
 
 @dataclass(frozen=True)
 class LossOptions:
-    """`ce` and `kl` weigh slot k by exp(-(k-1)/gamma); `gamma` 0.0 takes the paper's for the block size.
-
-    `labels`: a slot's is the text's own token, or the one that the target finds best after the text before.
-    """
+    """`ce` and `kl` weigh slot k by exp(-(k-1)/gamma); `gamma` 0.0 takes the paper's for the block size."""
 
     kind: Literal["ce", "kl", "dpace"] = "ce"
     gamma: float = 0.0
-    labels: Literal["data", "target"] = "data"
 
     @classmethod
     def of(cls, recipe: Recipe) -> LossOptions:
-        return cls(recipe.loss, recipe.gamma, recipe.labels)
+        return cls(recipe.loss, recipe.gamma)
 
 
 def default_gamma(block_size: int) -> float:

@@ -53,21 +53,23 @@ def pack_loss(
     document_offsets: Tensor,
     anchors: Anchors,
     loss: LossOptions,
+    label_ids_T: Tensor | None = None,
     last_hidden_TH: Tensor | None = None,
     attention: AttentionKind = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> PackLoss:
     """Sums over the pack's blocks; all tensors on one device.
 
-    `last_hidden_TH` (after the target's final norm) is needed for `kl` and for the target's labels. Without a
-    valid anchor the loss is zero and so are its gradients.
+    `label_ids_T` (None: `input_ids_T`) are what slots are to foretell. `last_hidden_TH` (after the target's
+    final norm) is needed for `kl` only. Without a valid anchor the loss is zero and so are its gradients.
     """
     dense_cpu = attention in ("auto", "dense") and not features_TF.is_cuda
     if dense_cpu:
         anchors = Anchors(*(part[anchors.valid_A] for part in anchors))
         if not anchors.valid_A.numel():
             return _nothing(drafter)
-    label_ids_T = input_ids_T if loss.labels == "data" else _targets_labels(last_hidden_TH, head, input_ids_T)
+    if label_ids_T is None:
+        label_ids_T = input_ids_T
     if features_TF.is_cuda:
         features_TF, input_ids_T, label_ids_T, loss_mask_T, position_ids_T = (
             _padded(rows) for rows in (features_TF, input_ids_T, label_ids_T, loss_mask_T, position_ids_T)
@@ -98,6 +100,16 @@ def pack_loss(
     return _sums(loss, loss_AK, correct_AK, real_AK, layout.valid_A)
 
 
+def targets_labels(last_hidden_TH: Tensor, head: FrozenHead, input_ids_T: Tensor) -> Tensor:
+    """The target's best token for each place, as the row before it foretells it; typed like `input_ids_T`.
+
+    The first place of a document has the former one's last row before it: no slot ever stands there. Costs a
+    product with the whole head.
+    """
+    best_T = best_ids(last_hidden_TH[: len(input_ids_T) - 1], head)
+    return torch.cat((input_ids_T[:1], best_T.to(input_ids_T)))
+
+
 def _padded(rows: Tensor) -> Tensor:
     """Zero rows appended up to the next multiple of TOKEN_STEP."""
     missing = -rows.shape[0] % TOKEN_STEP
@@ -110,17 +122,6 @@ def _attend(drafter: Drafter, layout: BlockLayout, attention: AttentionKind, on_
     if attention == "reference" or on_gpu:
         return DenseAttention(drafter.config, layout)
     return DocumentAttention(drafter.config, layout)
-
-
-def _targets_labels(last_hidden_TH: Tensor | None, head: FrozenHead, input_ids_T: Tensor) -> Tensor:
-    """The target's best token for each place, as the row before it foretells it.
-
-    The first place of a document has the former one's last row before it: no slot ever stands there.
-    """
-    assert last_hidden_TH is not None, "the target's labels need its last hidden state"
-    return torch.cat(
-        (input_ids_T[:1], best_ids(last_hidden_TH[: len(input_ids_T) - 1], head).to(input_ids_T))
-    )
 
 
 def _teacher_rows(last_hidden_TH: Tensor | None, place_AK: Tensor) -> Tensor:

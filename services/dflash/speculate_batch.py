@@ -5,8 +5,8 @@
     rows that have ended are dropped, and as many waiting prompts take their place
 
 Decoding a small model on a GPU is bound by the host, which launches as many kernels for one row as for fifty.
-A CPU gains from larger products: one core decodes 32 prompts 3.9 times as fast together as one by one (8
-layers of 256). Long prompts come first, so that buffers never grow and a lack of memory shows at once.
+A CPU gains from larger products (`benchmarks/decoding.py`). Long prompts come first, so that buffers never
+grow and a lack of memory shows at once.
 
 What rows differ in (start, limit, size of the last block, stop) is in masks and counts on the device; a round
 moves one small tensor to the host. Memory: keys and values of at most TOKENS tokens.

@@ -4,7 +4,7 @@ One group per generation, on a store that its first member hosts for it; no glob
 no pickle. A collective starts only when every member stands before it: each counts itself in at the
 store, and the last one's `go` (or the first one's `leave`, when the orders have changed meanwhile)
 is the same verdict for all. So nobody hangs in a collective for a rank that is still computing, and a
-collective that takes longer than COLLECTIVE_S has lost a member:
+collective that takes longer than COLLECTIVE_S (gloo's) has lost a member:
 
     form -> [copy state to newcomers] -> (arrive -> start* -> finish)* -> close
       any step: a member died, the orders ask for another generation, a time limit -> GroupBroken
@@ -249,8 +249,9 @@ def _reach(host: str, port: int, wanted: Wanted) -> str:
 class GroupReducer:
     """A formed generation of two members or more."""
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, device: torch.device, wanted: Wanted | None = None) -> None:
+        """`wanted`: the meeting's, as a watcher asks it whose waiting is nobody's progress."""
+        self._meeting, self._wanted = meeting, wanted or meeting.wanted
         self._cuda = self.overlaps = device.type == "cuda"
         self._works: list[Any] = []
         self._closed, self._aborted = threading.Event(), threading.Event()
@@ -322,7 +323,7 @@ class GroupReducer:
     def _watch(self) -> None:
         """Ends collectives that a lost member keeps stuck on the GPU."""
         while not self._closed.wait(SLICE_S):
-            if not self._meeting.wanted(None):
+            if not self._wanted(None):
                 process_group = self._process_group  # `close` drops it as soon as the event is set
                 self._aborted.set()
                 if process_group is not None:

@@ -31,7 +31,7 @@ from services.dflash.drafter import Drafter
 from services.dflash.head import FrozenHead
 from services.dflash.loss import LossOptions
 from services.dflash.noise import join_taps
-from services.dflash.pack import PackLoss, pack_loss
+from services.dflash.pack import PackLoss, pack_loss, targets_labels
 from services.drafter.metrics import Phases, TallyLayout
 from services.drafter.pieces import Pieces
 from services.drafter.reduce import Reducer
@@ -103,10 +103,10 @@ class StepGradient:
         layout, tally = self.layout, self._tally
         self._weights.refresh_copies()
         finite = torch.ones((), dtype=torch.bool, device=self._device)
-        draws = self._config.recipe.anchor_draws
+        draws, label_ids_T = self._config.recipe.anchor_draws, self._labels(sections)
         for draw in range(draws):
             with self._phases("forward"):
-                sums = self._forward(batch, draw, features_TF, sections)
+                sums = self._forward(batch, draw, features_TF, label_ids_T, sections)
             with self._reduction(last if draw == draws - 1 else None, finite), self._phases("backward"):
                 sums.loss_sum.backward()
             finite &= sums.loss_sum.detach().isfinite()
@@ -152,9 +152,15 @@ class StepGradient:
             seed=noise_seed(self._config.run.seed, *batch),
         )  # fmt: skip
 
+    def _labels(self, sections: Mapping[str, Tensor]) -> Tensor:
+        if self._config.recipe.labels == "data":
+            return sections["input_ids"]
+        return targets_labels(sections["last_hidden"], self._head, sections["input_ids"])
+
     def _forward(
-        self, batch: BatchId, draw: int, features_TF: Tensor, sections: Mapping[str, Tensor]
-    ) -> PackLoss:
+        self, batch: BatchId, draw: int, features_TF: Tensor, label_ids_T: Tensor,
+        sections: Mapping[str, Tensor],
+    ) -> PackLoss:  # fmt: skip
         config = self._config
         anchors = draw_anchors(
             sections["loss_mask"], sections["document_offsets"], config.recipe.anchors_per_pack,
@@ -164,7 +170,8 @@ class StepGradient:
             self._drafter, self._embed_weight_VH, self._head,
             features_TF=features_TF, input_ids_T=sections["input_ids"], loss_mask_T=sections["loss_mask"],
             position_ids_T=sections["position_ids"], document_offsets=sections["document_offsets"],
-            last_hidden_TH=sections.get("last_hidden"), anchors=anchors, loss=self._loss,
+            label_ids_T=label_ids_T, last_hidden_TH=sections.get("last_hidden"),
+            anchors=anchors, loss=self._loss,
             attention=config.drafter.attention, dtype=DTYPES[config.drafter.dtype],
         )  # fmt: skip
 

@@ -257,11 +257,11 @@ class DrafterTrainer:
     def _join(self, group: Group) -> None:
         orders = self.desk.orders
         adopt = orders.adopt if orders and orders.adopt and orders.adopt.source == "peer" else None
-        meeting = meet(group, self.incarnation, self._wanted)
+        meeting = meet(group, self.incarnation, self._awaited)
         standings = meeting.share(
             Standing(self.desk.complete, adopt.name if adopt else "", adopt.at if adopt else None)
         )
-        self.reducer = reducer = GroupReducer(meeting, self.device)
+        self.reducer = reducer = GroupReducer(meeting, self.device, self._wanted)
         for source, receiver in plan_copies(meeting.names, standings):
             if meeting.rank == source:
                 reducer.send(self.weights.state, receiver)
@@ -282,9 +282,13 @@ class DrafterTrainer:
         self.generation = None
         self.desk.ungrouped(generation, why)
 
-    def _wanted(self, step_try: StepTry | None) -> bool:
+    def _awaited(self, step_try: StepTry | None) -> bool:
         """Whether to go on waiting for the other members. Waiting for a peer is progress."""
         self.watchdog.beat()
+        return self._wanted(step_try)
+
+    def _wanted(self, step_try: StepTry | None) -> bool:
+        """Whether the newest orders still want this group, and this try."""
         orders = self.link.orders
         if self.link.exit is not None or self.stop.is_set() or not isinstance(orders, DrafterOrders):
             return False

@@ -23,7 +23,7 @@ from services.data.dataset import MANIFEST, VALIDATION, Dataset
 from services.dflash.anchors import draw_anchors
 from services.dflash.drafter import Drafter
 from services.dflash.loss import LossOptions
-from services.dflash.pack import PackLoss, pack_loss
+from services.dflash.pack import PackLoss, pack_loss, targets_labels
 from services.dflash.taps import PackBuffer, TapCapture, packed_rows
 from services.dflash.target_model import Target
 from services.seeds import seed
@@ -88,12 +88,17 @@ class Validation:
         computed = buffer.sections(batch.tokens)
         known = {name: tensor.to(device) for name, tensor in batch.sections().items()}
         loss_mask_T, offsets = known["loss_mask"], known["document_offsets"]
+        last_hidden_TH, label_ids_T = computed.get("last_hidden"), known["input_ids"]
+        if config.recipe.labels == "target":
+            assert last_hidden_TH is not None, "the capture keeps it where labels need it"
+            label_ids_T = targets_labels(last_hidden_TH, target.head, label_ids_T)
         drawn = seed(config.run.seed, "held out", number)
         anchors = draw_anchors(loss_mask_T, offsets, config.recipe.anchors_per_pack, drawn)
         return pack_loss(
             drafter, target.embed_weight_VH, target.head,
-            features_TF=computed["features"], last_hidden_TH=computed.get("last_hidden"),
-            input_ids_T=known["input_ids"], loss_mask_T=loss_mask_T, document_offsets=offsets,
+            features_TF=computed["features"], last_hidden_TH=last_hidden_TH,
+            input_ids_T=known["input_ids"], label_ids_T=label_ids_T,
+            loss_mask_T=loss_mask_T, document_offsets=offsets,
             position_ids_T=known["position_ids"],
             anchors=anchors, loss=LossOptions.of(config.recipe),
             attention=config.drafter.attention, dtype=target.dtype,

@@ -10,7 +10,7 @@ from services.dflash.anchors import Anchors, draw_anchors
 from services.dflash.drafter import Drafter
 from services.dflash.head import FrozenHead, best_ids, row_losses
 from services.dflash.loss import LossOptions, default_gamma, position_weights
-from services.dflash.pack import pack_loss
+from services.dflash.pack import pack_loss, targets_labels
 
 CONFIG = drafter_config(
     layer_types=("sliding_attention", "full_attention", "full_attention"), sliding_window=8
@@ -20,13 +20,15 @@ LENGTHS = [30, 3, 1, 46]
 
 def sums(drafter, pack, anchors, *, kind="ce", labels="data", attention="auto", config=CONFIG):
     embedding, head = embedding_and_head(config)
+    own = targets_labels(pack.last_hidden_TH, head, pack.input_ids_T)
     return pack_loss(
         drafter,
         embedding,
         head,
         **pack._asdict(),
         anchors=anchors,
-        loss=LossOptions(kind, labels=labels),
+        label_ids_T=own if labels == "target" else None,
+        loss=LossOptions(kind),
         attention=attention,
     )
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from multiprocessing.connection import Connection
 
@@ -319,3 +320,31 @@ def test_standings_survive_the_store():
     for standing in (NOBODY, Standing(StepAt(1, 2), "drafter-9", StepAt(3, 4))):
         assert Standing.decode(standing.encode().encode()) == standing
         assert json.loads(standing.encode())
+
+
+def test_the_watcher_of_a_gpus_group_asks_without_reporting_progress(monkeypatch):
+    """A main thread that is stuck in a collective must not look alive to its watchdog."""
+    monkeypatch.setattr(reduce, "SLICE_S", 0.001)
+    asked = []
+
+    class Backend:
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    class Met:
+        def wanted(self, _try) -> bool:
+            raise AssertionError("this one reports progress")
+
+    def wanted(step_try) -> bool:
+        asked.append(step_try)
+        return len(asked) < 3
+
+    group = GroupReducer.__new__(GroupReducer)
+    group._meeting, group._wanted, group._process_group = Met(), wanted, Backend()
+    group._closed, group._aborted = threading.Event(), threading.Event()
+    group._watch()
+    assert asked == [None] * 3 and group._process_group.aborted
+    with pytest.raises(GroupBroken, match="aborted"):
+        group.confirm()

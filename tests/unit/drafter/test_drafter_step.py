@@ -94,14 +94,31 @@ def test_two_draws_are_the_sum_of_two_single_ones():
     both = tiny_step(tiny_config(recipe={"anchor_draws": 2}))
     both.add(0, batch, pack)
     single = tiny_step(tiny_config())
-    first = single._forward(batch, 0, pack["features"], pack)
+    first = single._forward(batch, 0, pack["features"], pack["input_ids"], pack)
     first.loss_sum.backward()
-    second = single._forward(batch, 1, pack["features"], pack)
+    second = single._forward(batch, 1, pack["features"], pack["input_ids"], pack)
     second.loss_sum.backward()
     assert torch.equal(both._weights.gradient, single._weights.gradient)
     weight = both._tally[both.layout.WEIGHT].item()
     assert weight == pytest.approx((first.weight_sum + second.weight_sum).item())
     assert weight > first.weight_sum.item()
+
+
+def test_labels_of_the_target_are_those_of_its_own_text():
+    """Of a pack whose text is what the target finds best, both kinds of labels give one gradient."""
+    pack, step = random_pack(3), tiny_step(tiny_config())
+    tokens = len(pack["input_ids"])
+    pack["last_hidden"] = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(6))
+    pack["input_ids"][1:] = step._head.logits(pack["last_hidden"]).argmax(-1)[:-1]
+    own = tiny_step(tiny_config(recipe={"labels": "target", "anchor_draws": 2}))
+    data = tiny_step(tiny_config(recipe={"anchor_draws": 2}))
+    for one in (own, data):
+        one.add(0, BatchId(0, 3), pack)
+    assert torch.equal(own._weights.gradient, data._weights.gradient)
+    other = pack | {"last_hidden": pack["last_hidden"].flip(0)}
+    own.clear()
+    own.add(0, BatchId(0, 3), other)
+    assert not torch.equal(own._weights.gradient, data._weights.gradient)
 
 
 def test_a_pack_without_a_valid_anchor_adds_zero():
