@@ -3,7 +3,7 @@
 checkpoint, timeline, step, epoch       which weights; epoch of their last step, from 0
 acceptance_length, .._by_request        with the target, on eval.prompts; between 1 and block_size
 by_position                             share of rounds that kept the draft in slot 1, 2, ..
-lossless, ties, differing               are the answers the target's own: see services/dflash/evaluate.py
+lossless, ties, differing               are the answers the target's own: see services/dflash/lossless.py
 held_out_loss, .._accuracy, ..          on the held-out samples, if there are any
 sampling                                None: greedy
 seconds, at                             taken, rests included; unix time of the end
