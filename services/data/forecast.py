@@ -1,9 +1,9 @@
 """`draftmill plan`: what a run will cost, from the configurations and the lengths alone. No GPU, no weights.
 
 Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory is
-an estimate of the large terms: weights, optimizer state, slots, saved activations. For an 8B target's
-drafter its lasting terms and its activations both come within a tenth of what an H200 showed
-(docs/performance.md, packs of 4,096 and 32,768 tokens); what a target's forward keeps is not measured.
+an estimate of the large terms: weights, optimizer state, slots, saved activations. For an 8B target and
+its drafter, and for a 27B one with linear attention, it comes within a tenth of what H200s showed
+(docs/performance.md).
 Hours need two rates that a short run reports.
 """
 
@@ -22,6 +22,7 @@ from services.dflash.drafter_config import DrafterConfig
 from services.transport.layout import bytes_per_token, slot_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DELTA_TENSORS = 15  # in float32, of Transformers' delta rule where no kernels for it are installed
 _MASTER_BYTES = 16  # float32: weight, gradient, and AdamW's two moments
 
 
@@ -32,6 +33,7 @@ class TargetShape(NamedTuple):
     hidden: int
     mlp: int  # widest activation of an MLP, of all experts that a token visits
     attention: int  # queries, keys and values of a token
+    delta: int = 0  # values of a token in a layer of linear attention (gated delta nets), of all its heads
 
 
 class Rates(NamedTuple):
@@ -132,10 +134,11 @@ def warmed_positions(config: Config, longest: int) -> int:
 def target_memory(config: Config, target: TargetShape, positions: int, slot: int) -> Memory:
     """A forward of `positions` keeps one layer's activations at a time; and the packs being copied out."""
     item = ITEM_BYTES[config.model.dtype]
-    widest = 3 * target.hidden + max(3 * target.mlp, 2 * target.attention)
+    mixer = max(2 * target.attention * item, DELTA_TENSORS * target.delta * ITEM_BYTES["float32"])
+    widest_bytes = 3 * target.hidden * item + max(3 * target.mlp * item, mixer)
     return Memory({
         "weights": target.parameters * item,
-        "activations": positions * widest * item,
+        "activations": positions * widest_bytes,
         "pack buffers": (config.target.postprocess_depth + 1) * slot,
     })  # fmt: skip
 
@@ -199,6 +202,7 @@ def read_target(path: str) -> TargetShape:
     return TargetShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden=text.hidden_size, mlp=_mlp_width(text), attention=_attention_width(text),
+        delta=_delta_width(text),
     )  # fmt: skip
 
 
@@ -218,6 +222,12 @@ def _attention_width(text: Any) -> int:
         return size * (heads + 2 * (getattr(layer, "num_key_value_heads", None) or heads))
 
     return max(width(layer) for layer in layers)
+
+
+def _delta_width(text: Any) -> int:
+    """Keys are repeated to as many heads as there are of values."""
+    sizes = (getattr(text, f"linear_{of}_head_dim", 0) for of in ("key", "value"))
+    return int(getattr(text, "linear_num_value_heads", 0) * max(sizes))
 
 
 def plan_of_run(config: Config, model: Path, rates: Rates | None) -> Forecast:

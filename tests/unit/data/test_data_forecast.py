@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_tokenizers import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from protocol.errors import ModelError
 from services.config.schema import Config, Data, Drafter, Model, Plan, Recipe, Run, Target
@@ -162,6 +163,23 @@ def test_a_targets_memory_is_its_weights_and_a_little():
     target = target_memory(config, EIGHT_B, 8192, slot=160 * 2**20)
     assert 15 * GIB < target.total < 19 * GIB
     assert target.total == sum(target.parts.values())
+
+
+def test_a_target_with_linear_attention_comes_near_what_was_measured(tmp_path):
+    """The peak that torch told on an H200: the largest warm-up has 16 samples of 1,024 in float32 tensors."""
+    config = Qwen3_5TextConfig(
+        vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+        num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shape = read_target(str(tmp_path))
+    assert shape.delta == 48 * 128
+    options = Config(model=Model(path="m"), data=Data(path="d"))
+    found = target_memory(options, shape, 16384, slot=419_504_640 // 2)
+    assert found.parts["weights"] == 53_791_996_928
+    assert found.total == pytest.approx(60_397_895_168, rel=0.05)
 
 
 def test_a_target_is_read_from_its_configuration_without_weights(tmp_path):
