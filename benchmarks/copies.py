@@ -146,11 +146,6 @@ class Source:
         with torch.cuda.stream(slots._stream):
             slots._copy(self._counter % SLOTS, self._sections, self.pack)
 
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """That `queue` copies on."""
-        return self.writer._slots._stream
-
     def close(self) -> None:
         self.writer.close()
         self._lock.release(unlink=True)
@@ -187,7 +182,7 @@ def measure_d2h(source: Source, device: torch.device, rounds: int) -> Samples:
         own = torch.cuda.current_stream(device)
         ways |= {
             "burst_plain": lambda: burst(own, queue_plain),
-            "burst_slot": lambda: burst(source.stream, source.queue),
+            "burst_slot": lambda: burst(source.writer._slots._stream, source.queue),
         }
     taken: Samples = {name: [] for name in ways}
     for number in range(rounds + 1):
