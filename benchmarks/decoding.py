@@ -77,10 +77,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2-135m" if on_gpu else "tiny")
-    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--alone", type=int, default=4, help="prompts decoded one at a time")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 32, 64])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
