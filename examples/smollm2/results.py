@@ -48,7 +48,7 @@ def by_position(found: dict[str, Any]) -> str:
 
 def while_training(out: Path, found: dict[str, Any]) -> str:
     """Each point of a row is the mean of AVERAGED steps."""
-    curves = {name: averaged(lines(out / "runs" / name / "metrics.jsonl")) for name in found}
+    curves = {name: averaged(steps_of(out / "runs" / name)) for name in found}
     for name, values in found.items():
         evaluated = [(line["step"], line["acceptance_length"]) for line in values.get("while_training", [])]
         decoded = [(step, length) for step, length in evaluated if length is not None]
@@ -100,12 +100,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def training(run: Path) -> dict[str, Any]:
-    """Sums and means of the last AVERAGED steps. Of a step that was taken again, the last time counts."""
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """In order. Of a step that was taken again, the last time counts."""
     by_step = {step["step"]: step for step in lines(run / "metrics.jsonl")}
-    if not by_step:
+    return [by_step[number] for number in sorted(by_step)]
+
+
+def training(run: Path) -> dict[str, Any]:
+    """Sums, and means of the last AVERAGED steps."""
+    steps = steps_of(run)
+    if not steps:
         return {}
-    steps = [by_step[number] for number in sorted(by_step)]
     last = steps[-AVERAGED:]
     return {
         "steps": steps[-1]["step"],
