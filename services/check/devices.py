@@ -2,7 +2,8 @@
 
 A role runs on one GPU; it would otherwise find out minutes later, after reading all weights. Of a target is
 counted what is sure: weights in the type they are loaded as (headers of the files; a vision tower that is
-not loaded counts, too, a percent or two) and packs, no activations. A drafter's memory is the forecast's.
+not loaded counts, too, a percent or two) and packs, no activations. A drafter's memory is the forecast's, an
+evaluator's is both models and its caches.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from protocol.errors import ConfigError
+from services.check.evaluator import evaluator_memory
 from services.check.machine import slot_size
 from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.schema import Config
 from services.config.sources import Finding
 from services.data.forecast import drafter_memory
+from services.evaluator.evaluator import device_of
 from services.local.view import size
 
 
@@ -42,32 +46,48 @@ def gpu_memory() -> dict[int, int]:
 
 def check_devices(loaded: Loaded, model: ModelFacts, memory: Mapping[int, int]) -> Iterator[Finding]:
     """A finding for each GPU of `memory` whose roles need more than it has, or that is not there."""
-    config = loaded.config
-    drafter = drafter_memory(config, model.drafter, slot_size(config, model))
-    shares: dict[int, list[Share]] = defaultdict(list)
-    for role, count, parts in (
-        ("target", config.target.count, _target(config, model)),
-        ("drafter", config.drafter.count, drafter.parts),
-    ):
-        for index in range(count):
-            gpu = _gpu(config, role, index, len(memory))
-            if gpu is None:
-                continue
-            if gpu in memory:
-                shares[gpu].append(Share(f"{role} {index}", parts))
-            else:
-                yield Finding(loaded.describe(f"{role}.gpus"), f"{role} {index}: there is no GPU {gpu} here")
+    config, shares = loaded.config, defaultdict[int, list[Share]](list)
+    places = list(_roles(config, model, len(memory)))
+    try:
+        places += _evaluators(config, model, len(memory))
+    except ConfigError as error:
+        yield Finding(loaded.describe("evaluator.gpu"), str(error).removeprefix("evaluator.gpu: "))
+    for option, gpu, share in places:
+        if gpu in memory:
+            shares[gpu].append(share)
+        else:
+            yield Finding(loaded.describe(option), f"{share.role}: there is no GPU {gpu} here")
     for gpu, together in sorted(shares.items()):
         wanted = sum(sum(share.parts.values()) for share in together)
         if wanted > memory[gpu]:
             subject = loaded.describe("model.path", "target.gpus", "drafter.gpus")
             rule = (
                 f"GPU {gpu} has {size(memory[gpu])}, {' and '.join(map(str, together))} take {size(wanted)} "
-                "without a target's activations; a role runs on one GPU: give it a larger one or one of its "
+                "without activations of a target; a role runs on one GPU: give it a larger one or one of its "
                 "own, quantise the target, or lower target.slots, plan.token_budget, "
-                "recipe.anchors_per_pack or drafter.layers"
+                "recipe.anchors_per_pack, drafter.layers or eval.batch"
             )
             yield Finding(subject, rule)
+
+
+def _roles(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str, int, Share]]:
+    """(option, number of the GPU, what is taken there) of each target and drafter that takes one."""
+    drafter = drafter_memory(config, model.drafter, slot_size(config, model)).parts
+    for role, number, parts in (
+        ("target", config.target.count, _target(config, model)),
+        ("drafter", config.drafter.count, drafter),
+    ):
+        for index in range(number):
+            gpu = _gpu(config, role, index, count)
+            if gpu is not None:
+                yield f"{role}.gpus", gpu, Share(f"{role} {index}", parts)
+
+
+def _evaluators(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str, int, Share]]:
+    """The same of an evaluator. Raises ConfigError: none is named, and none is free."""
+    device = device_of(config, count) if config.evaluator.count else None
+    if device is not None and device.type == "cuda":
+        yield "evaluator.gpu", device.index or 0, Share("evaluator", evaluator_memory(config, model))
 
 
 def _gpu(config: Config, role: str, index: int, count: int) -> int | None:

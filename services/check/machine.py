@@ -12,6 +12,7 @@ from pathlib import Path
 
 from protocol.arena import arena_bytes, free_bytes
 from protocol.sockets import MAX_IPC_PATH_BYTES
+from services.check.evaluator import evaluator_memory
 from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.rules import packs_needed
@@ -74,11 +75,10 @@ def named(parts: dict[str, int]) -> str:
 
 
 def _evaluator(config: Config, model: ModelFacts) -> int:
-    """It decodes with both models; as a process it is a target."""
+    """As a process it is a target."""
     gpu = config.evaluator.gpu
     on_cpu = _on_cpu((gpu,) if gpu else ())
-    models = model.loaded_bytes + 4 * model.drafter.parameter_count if on_cpu else 0
-    return _process("target", on_cpu) + models
+    return _process("target", on_cpu) + (sum(evaluator_memory(config, model).values()) if on_cpu else 0)
 
 
 def _process(role: str, on_cpu: bool) -> int:

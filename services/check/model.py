@@ -35,6 +35,7 @@ class ModelFacts(NamedTuple):
     shared: bool  # stored in that type: targets on a CPU map the files and have one copy between them
     tokenizer: Any | None  # None: the folder has none, and none is needed
     drafter: DrafterConfig
+    cache_width: int  # values that its cache keeps of a token, all layers together
 
 
 def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
@@ -54,7 +55,9 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
         return None, [Finding(subject, str(error))]
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     loaded_bytes, shared = _loaded_bytes(folder, loaded.config.model.dtype)
-    facts = ModelFacts(folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape)
+    facts = ModelFacts(
+        folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape, _cache_width(text_config)
+    )
     if rows != text_config.vocab_size:
         rule = (
             f"{rows} rows of embedding, {text_config.vocab_size} in config.json; they do not belong together"
@@ -134,6 +137,21 @@ def _loaded_bytes(folder: Path, dtype: str) -> tuple[int, bool]:
                 # experts are stacked into new tensors on loading
                 shared &= entry["dtype"] == _STORED_AS[dtype] and ".experts." not in name
     return total, shared
+
+
+def _cache_width(text: Any) -> int:
+    """Of plain attention in each layer: windows and linear attention keep less."""
+
+    def width(layer: Any) -> int:
+        heads = layer.num_attention_heads
+        if latent := getattr(layer, "kv_lora_rank", None):
+            return int(latent + layer.qk_rope_head_dim)
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        return int(2 * size * (getattr(layer, "num_key_value_heads", None) or heads))
+
+    if getattr(text, "is_heterogeneous", False):
+        return sum(map(width, text.per_layer_config))
+    return int(text.num_hidden_layers * width(text))
 
 
 def _embedding_rows(folder: Path) -> int | None:

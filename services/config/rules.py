@@ -6,6 +6,7 @@ world. `packs_needed` is asked again by the coordinator when the number of live 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,6 +77,15 @@ def _devices(config: Config) -> Iterator[Broken]:
         if section.gpus and len(section.gpus) < section.count:
             rule = f"each {role} needs a device of the list; add devices or lower the count"
             yield Broken((f"{role}.gpus", f"{role}.count"), rule)
+    evaluator = (config.evaluator.gpu,) if config.evaluator.gpu else ()
+    for option, names in (
+        ("target.gpus", config.target.gpus),
+        ("drafter.gpus", config.drafter.gpus),
+        ("evaluator.gpu", evaluator),
+    ):
+        if strange := [name for name in names if not re.fullmatch(r"cpu|(cuda:)?\d+", name)]:
+            rule = f"{', '.join(strange)}: a device is the number of a GPU as torch counts them, or cpu"
+            yield Broken((option,), rule)
 
 
 def _drafter_layers(config: Config) -> Iterator[Broken]:
