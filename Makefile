@@ -4,6 +4,7 @@
 #   make test    all tests but those that need a GPU, a Docker engine, or minutes each
 #   make test-long      those that take minutes: whole runs, moved, extended, stopped and resumed
 #   make test-compose   the compose file on a real engine; starts one if it may
+#   make test-gpu       those that need GPUs, file by file: some look at the memory of a whole GPU
 #   make check   lint, format, types, import direction
 #   make chaos   kill everything at any time and compare the weights: DURATION, SEED, TARGETS, DRAFTERS, ELASTIC
 #   make bench   benchmarks; results as JSON in benchmarks/results
@@ -17,7 +18,7 @@ BIN := .venv/bin
 MADE := .venv/.made
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-long test-compose check chaos bench docs
+.PHONY: demo test test-long test-compose test-gpu check chaos bench docs
 .DELETE_ON_ERROR:
 
 demo: $(MADE)
@@ -31,6 +32,9 @@ test-long: $(MADE)
 
 test-compose: $(MADE)
 	$(ONE_THREAD) $(BIN)/pytest -m compose tests/compose
+
+test-gpu: $(MADE)
+	failed=0; for file in tests/gpu/test_*.py; do $(BIN)/pytest -m gpu $$file || failed=1; done; exit $$failed
 
 check: $(MADE)
 	$(BIN)/ruff check .
