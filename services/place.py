@@ -22,9 +22,8 @@ SUFFIX = ".place"
 
 
 def places(config: Config, role: Literal["target", "drafter"]) -> int:
-    """How many of `role` the run has room for: its devices if they are listed, else its count."""
-    section = config.target if role == "target" else config.drafter
-    return len(section.gpus) or section.count
+    """How many of `role` the run has room for. More devices may be listed than are used."""
+    return config.target.count if role == "target" else config.drafter.count
 
 
 def claim_place(config: Config, role: Literal["target", "drafter"]) -> tuple[FileLock, int]:

@@ -30,6 +30,8 @@ from protocol.messages import (
     Who,
 )
 from services.config.schema import Config
+from services.coordinator.admission import Admission
+from services.coordinator.failures import Failures
 from services.coordinator.ledger import Ledger
 from services.coordinator.members import DrafterMember, Members, TargetMember
 from services.coordinator.record import Record
@@ -41,8 +43,8 @@ from services.data.training_data import TrainingData
 
 log = logging.getLogger(__name__)
 
-POISON_DEATHS = 2
-"""Targets that may die in a batch's forward before it is run alone; one more and it is FAILED."""
+LOAD_PATIENCE_S = 20.0
+"""For how long no drafter may be able to load a recorded checkpoint: a disk may be away for a moment."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,17 @@ class Coordinator:
         self.world = World(
             places=len(drafter_devices), elastic=config.drafter.elastic, salt=str(config.run.dir.absolute())
         )
-        self.placement.suspects = {b for b, count in ledger.deaths().items() if count >= POISON_DEATHS}
         self.record = Record(self.schedule.samples_total)
+        self.failures = Failures(ledger, self.work, self.record, config.run.max_failed_ratio)
         self.current: Try | None = None
         self.saves = Saves(ledger, config.checkpoint.every_steps)
         self.outbox: list[tuple[str, Message]] = []
         self.stopping = False
         self.failed_reason = ""
-        self._buried = ledger.buried()
-        self._awaited = {i.name for i in ledger.living()}
-        self._await_until_s = now_s + config.coordinator.rejoin_s
+        self.admission = Admission(
+            self.members, ledger, fingerprint, size.slot_bytes, until_s=now_s + config.coordinator.rejoin_s
+        )
+        self._cannot_load: dict[str, tuple[float, str]] = {}  # drafters without a state: since, and why
 
     def new_stamp(self) -> Stamp:
         self._counter += 1
@@ -101,12 +104,12 @@ class Coordinator:
 
     @property
     def recovering(self) -> bool:
-        return bool(self._awaited)
+        return bool(self.admission.awaited)
 
     @property
     def awaited(self) -> set[str]:
         """Incarnations the ledger knows as living that have not reported to this coordinator yet."""
-        return set(self._awaited)
+        return set(self.admission.awaited)
 
     @property
     def done(self) -> bool:
@@ -114,7 +117,7 @@ class Coordinator:
         return bool(self.finished or self.failed_reason or (self.stopping and self._stopped_cleanly()))
 
     def _stopped_cleanly(self) -> bool:
-        if self.current is not None:
+        if self.current is not None or self.recovering:  # who is awaited may have steps that nobody saved
             return False
         return self.saves.recorded(self.step) or not self.complete_members()
 
@@ -144,17 +147,15 @@ class Coordinator:
         member = self.members.get(name)
         if self._turned_away(name):
             return False
-        if member is None and self.recovering and name not in self._awaited:
-            return False  # places belong to those who are awaited; it will say Hello again
+        if member is None and self.admission.must_wait(name):
+            return False
         if member is None:
-            reason = self.members.refusal(hello, self.fingerprint, self.size.slot_bytes)
-            if reason:
+            if reason := self.admission.refusal(hello):
                 self.outbox.append((name, Exit(incarnation=name, finished=False, reason=reason)))
-                self.record.event(now_s, f"{hello.role} {name} refused: {reason}")
+                self.record.event(f"{hello.role} {name} refused: {reason}")
                 return False
-            member = self.members.admit(hello, now_s)
-            self.ledger.welcome(name, hello.role, member.index, hello.host)
-            self.record.joined(now_s, member)
+            member = self.admission.admit(hello, now_s)
+            self.record.joined(member)
         elif hello.seq <= member.seq:
             return False
         member.seq, member.heard_s = hello.seq, now_s
@@ -165,7 +166,7 @@ class Coordinator:
         return True
 
     def _turned_away(self, name: str) -> bool:
-        if name in self._buried:
+        if self.admission.is_buried(name):
             self.outbox.append((name, Exit(incarnation=name, finished=False, reason="fenced: declared dead")))
         elif self.done:
             good = not self.failed_reason
@@ -179,16 +180,16 @@ class Coordinator:
         """Follow a member's newest level; False for a stale one (its sender is not to be trusted)."""
         name = report.incarnation
         member = self.members.get(name)
-        if name in self._buried or member is None:
+        if member is None or self.admission.is_buried(name):
             if not self._turned_away(name):
                 self.outbox.append((name, Who()))
-            return name in self._buried
+            return self.admission.is_buried(name)
         if report.seq <= member.seq:
             self.record.stale_messages += 1
             return False
         member.seq, member.heard_s = report.seq, now_s
         member.remember(now_s, report.totals)
-        self._awaited.discard(name)
+        self.admission.reported(name)
         first = member.report is None
         if first:
             self.record.ready(now_s, member)
@@ -205,19 +206,21 @@ class Coordinator:
     def _target_reported(self, member: TargetMember, report: TargetReport, now_s: float, first: bool) -> None:
         """Once, take over what it has from before this coordinator's start: later, that may be revoked."""
         name = member.incarnation
-        failed, strangers = self.pool.target_reported(name, report.slots, report.orders)
+        failed, strangers = self.pool.target_reported(name, report.slots, report.orders, now_s)
         for flight, reason in failed:
-            self._fail(flight.batch, f"target: {reason}", now_s, poison=False)
+            self._fail(flight.batch, f"target: {reason}", poison=False)
         for slot in strangers if first else ():
             suspect = slot.batch in self.placement.suspects and slot.state != "ready"  # to be placed alone
             old = slot.attempt.coordinator_epoch < self.epoch_number
             if old and slot.state != "failed" and not suspect:
                 self.work.adopt(name, slot.batch, slot.attempt, now_s)
         if first and strangers:
-            self.pool.target_reported(name, report.slots, report.orders)
+            self.pool.target_reported(name, report.slots, report.orders, now_s)
 
     def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:
         name = member.incarnation
+        if member.complete is not None or all(failure.order != "adopt" for failure in report.failures):
+            self._cannot_load.pop(name, None)
         for attempt in report.held:
             flight = self.pool.of_attempt(attempt)
             if flight is not None and flight.ready and flight.holder is None and flight.lease is None:
@@ -230,19 +233,19 @@ class Coordinator:
             self.current.vote(name, report.vote)
         for saved in report.saved:
             if self.saves.saved(saved, self.here):
-                self.record.event(now_s, f"checkpoint {saved.name} recorded")
+                self.record.event(f"checkpoint {saved.name} recorded")
         if report.failures:
             self._drafter_failed(member, report.failures, now_s)
         for metrics in report.metrics:
-            self.record.metrics(metrics, now_s)
+            self.record.metrics(metrics)
 
     def _drafter_failed(self, member: DrafterMember, failures: tuple[Failure, ...], now_s: float) -> None:
         error = "; ".join(map(str, failures))
-        if self.record.error(now_s, member.incarnation, error):
+        if self.record.error(member.incarnation, error):
             log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
         self.saves.given_up(member.incarnation)
         if member.complete is None and any(failure.order == "adopt" for failure in failures):
-            self._give_up(f"drafter {member.index} could not load its state: {error}", now_s)
+            self._cannot_load.setdefault(member.incarnation, (now_s, error))
 
     def bye(self, bye: Bye, now_s: float) -> None:
         """It leaves by itself: the same as a death, without a suspect."""
@@ -252,15 +255,14 @@ class Coordinator:
 
     def lost(self, name: str, reason: str, now_s: float, *, computing: BatchId | None = None) -> None:
         """Dead or to be treated so: fenced in the ledger first, then its work is given to others."""
-        if name in self._buried:
+        if self.admission.is_buried(name):
             return
         member = self.members.get(name)
-        self.ledger.bury(name, reason)
-        self._buried.add(name)
-        self._awaited.discard(name)
+        self.admission.bury(name, reason)
+        self._cannot_load.pop(name, None)
         self.record.left(now_s, name, reason)
         if computing is not None and not self.work.has_outcome(computing):
-            self._count_death(computing, now_s)
+            self._blame(computing)
         if member is None:
             return
         self.members.remove(name)
@@ -269,22 +271,13 @@ class Coordinator:
             return
         self.world.forget(name)
         if self.current is not None and name in self.current:
-            self._abort(f"drafter {name} {reason}", now_s)
+            self._abort(f"drafter {name} {reason}")
         self.saves.given_up(name)
         self.pool.drafter_died(name)
 
-    def _count_death(self, batch: BatchId, now_s: float) -> None:
-        deaths = self.ledger.count_death(batch)
-        if deaths > POISON_DEATHS:
-            self._fail(batch, f"poison: {deaths} targets died in its forward", now_s, poison=True)
-        elif deaths == POISON_DEATHS:
-            self.placement.suspects.add(batch)
-            flight = self.pool.flights.get(batch)
-            if flight is not None and not flight.ready:
-                self.pool.revoke(flight)  # queued among others, while a target that was late with it died
-            self.record.event(
-                now_s, f"batch {tuple(batch)} killed {deaths} targets: it runs alone from now on"
-            )
+    def _blame(self, batch: BatchId) -> None:
+        if reason := self.failures.killed_a_target(batch):
+            self._fail(batch, reason, poison=True)
 
     def stop(self) -> None:
         """Finish the step, record a checkpoint, leave."""
@@ -298,43 +291,61 @@ class Coordinator:
         if self.recovering or self.done:
             return
         self._judge(now_s)
+        self._leave_a_lost_try()
+        self._give_up_unless_somebody_loads(now_s)
         self._form_world(now_s)
         if not self.failed_reason:
-            self._roll_back_if_lost(now_s)
+            self._roll_back_if_lost()
             if self.current is None:
                 end = self.stopping or self.step == self.schedule.total_steps
                 self.saves.order(self.here, self.complete_members, end=end)
             self._open_try()
             self._move_packs(now_s)
-            self._finish(now_s)
+            self._finish()
 
     def _end_recovery(self, now_s: float) -> None:
-        if self._awaited and now_s > self._await_until_s:
-            for name in sorted(self._awaited):
-                self.lost(name, "did not return after the coordinator's restart", now_s)
+        for name in self.admission.missing(now_s):
+            self.lost(name, "did not return after the coordinator's restart", now_s)
 
     def _judge(self, now_s: float) -> None:
         """Commit, fail packs or abort, once every rank of the current try has voted."""
-        attempt = self.current
-        if attempt is None or not attempt.decided:
+        current = self.current
+        if current is None or not current.decided:
             return
-        bad = attempt.bad_batches()
+        bad = current.bad_batches()
         flights = self.pool.flights
-        attempts = {b: flights[b].attempt for _, b in attempt.composition if b in flights}
+        attempts = {b: flights[b].attempt for _, b in current.composition if b in flights}
         if bad:
             self.current = None
             for batch in bad:
-                self._fail(batch, "non-finite loss or gradient", now_s, poison=False)
-        elif not attempt.trained_as_leased(attempts):
-            self._abort("a rank trained an attempt that is not leased to it", now_s)
+                self._fail(batch, "non-finite loss or gradient", poison=False)
+        elif not current.trained_as_leased(attempts):
+            self._abort("a rank trained an attempt that is not leased to it")
         else:
-            self._commit(attempt, now_s)
+            self._commit(current, now_s)
 
-    def _commit(self, attempt: Try, now_s: float) -> None:
-        flights = [self.pool.flights[batch] for _, batch in attempt.composition]
+    def _leave_a_lost_try(self) -> None:
+        """A stop waits for packs that are on their way; nobody computes again what was lost meanwhile."""
+        if not self.stopping or self.current is None:
+            return
+        if any(batch not in self.pool.flights for _, batch in self.current.composition):
+            self._abort("the run stops, and a pack of this step is not there")
+
+    def _give_up_unless_somebody_loads(self, now_s: float) -> None:
+        """A state that no drafter can read, time and again; one that has it would give it to the others."""
+        drafters = self.members.drafters
+        if not drafters or self._cannot_load.keys() != drafters.keys():
+            return
+        patience_s = LOAD_PATIENCE_S if self.ledger.last_checkpoint() else 0.0  # initial weights never change
+        since_s, error = max(self._cannot_load.values())
+        if now_s - since_s >= patience_s:
+            self._give_up(f"no drafter could load its state: {error}")
+
+    def _commit(self, current: Try, now_s: float) -> None:
+        flights = [self.pool.flights[batch] for _, batch in current.composition]
         self.ledger.commit_step(
-            attempt.step_try,
-            attempt.epoch,
+            current.step_try,
+            current.epoch,
             [(f.batch, len(f.samples)) for f in flights],
             [(f.batch, skip) for f in flights for skip in f.skipped],
         )
@@ -343,50 +354,42 @@ class Coordinator:
         self.record.committed(now_s, tokens=sum(f.tokens for f in flights))
         self.current = None
         self.work.composer.forget(self.step)
-        self._check_failed_ratio(now_s)
+        self._check_failures()
 
-    def _fail(self, batch: BatchId, reason: str, now_s: float, *, poison: bool) -> None:
+    def _fail(self, batch: BatchId, reason: str, *, poison: bool) -> None:
         if self.work.has_outcome(batch):
             return
-        samples = self.work.samples(batch)
-        step = max(self.step, min(self.work.step_of(batch), self.schedule.total_steps - 1))
-        self.ledger.fail_batch(batch, step, len(samples), reason, poison=poison)
-        self.work.settle(batch, "failed")
-        self.record.event(now_s, f"batch {tuple(batch)} failed: {reason}")
+        self.failures.fail(batch, reason, poison=poison)
         if self.current is not None and any(batch == member for _, member in self.current.composition):
-            self._abort(f"batch {tuple(batch)} failed", now_s)
-        self._check_failed_ratio(now_s)
+            self._abort(f"batch {tuple(batch)} failed")
+        self._check_failures()
 
-    def _check_failed_ratio(self, now_s: float) -> None:
-        failed = self.ledger.accounting().failed_samples
-        limit = self.config.run.max_failed_ratio
-        if failed > limit * self.record.samples_total:
-            of_all = f"{failed} of {self.record.samples_total} samples failed"
-            why = f"more than run.max_failed_ratio = {limit:g}; {self.work.a_failure()}"
-            self._give_up(f"{of_all}, {why}", now_s)
+    def _check_failures(self) -> None:
+        if reason := self.failures.too_many():
+            self._give_up(reason)
 
-    def _give_up(self, reason: str, now_s: float) -> None:
+    def _give_up(self, reason: str) -> None:
         if not self.failed_reason:
             self.failed_reason = reason
-            self.record.event(now_s, f"run stopped: {reason}")
+            self.record.event(f"run stopped: {reason}")
             log.error("run stopped", extra={"reason": reason})
 
-    def _abort(self, reason: str, now_s: float) -> None:
+    def _abort(self, reason: str) -> None:
         if self.current is not None:
-            self.record.aborted(now_s, self.current.step_try, reason)
+            self.record.aborted(self.current.step_try, reason)
             self.current = None
 
     def _form_world(self, now_s: float) -> None:
         broken = self.world.broken(self.members.drafters, now_s)
         if broken:
-            self.record.event(now_s, f"generation {self.world.generation} is over: {broken}")
-            self._abort(broken, now_s)
+            self.record.event(f"generation {self.world.generation} is over: {broken}")
+            self._abort(broken)
         if self.world.follow(
             self.members, at_boundary=self.current is None, stamp=self.new_stamp, broken=broken
         ):
             assert self.current is None, "a try outlived its world"
 
-    def _roll_back_if_lost(self, now_s: float) -> None:
+    def _roll_back_if_lost(self) -> None:
         """Nobody has the last step's weights any more: continue from the last recorded checkpoint, if any."""
         if not self.world.ranks or any(map(self.is_complete, self.members.drafters.values())):
             return
@@ -398,7 +401,7 @@ class Coordinator:
         timeline = self.ledger.open_timeline(back)
         self.current = self.saves.pending = None
         self.work.rolled_back()
-        self.record.rolled_back(now_s, timeline, back.step, lost)
+        self.record.rolled_back(timeline, back.step, lost)
 
     def _open_try(self) -> None:
         """A try opens when the world is formed and complete; its packs may still be on their way."""
@@ -418,14 +421,14 @@ class Coordinator:
         targets = [t for t in self.members.targets.values() if t.report is not None]
         late = self.placement.reassign_overdue(self.step, targets, now_s)
         for flight in late:
-            self.record.event(now_s, f"batch {tuple(flight.batch)} is overdue at {flight.target}: reassigned")
+            self.record.event(f"batch {tuple(flight.batch)} is overdue at {flight.target}: reassigned")
         if not self.stopping and self.members.drafters:
             self.work.assign(targets, now_s)
         if self.world.ranks:
             ranks = self.current.ranks if self.current is not None else self.world.ranks
             self.work.lease(ranks, (self.here, self.world.generation, self.current is None), now_s)
 
-    def _finish(self, now_s: float) -> None:
+    def _finish(self) -> None:
         if self.step == self.schedule.total_steps and self.saves.recorded(self.step) and not self.finished:
             self.ledger.finish()
-            self.record.event(now_s, "finished")
+            self.record.event("finished")

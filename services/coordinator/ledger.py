@@ -316,8 +316,10 @@ class Ledger:
         rows = self.checkpoints()
         return rows[-1] if rows else None
 
-    def recorded_names(self) -> set[str]:
-        return {row.name for row in self.checkpoints()}
+    def was_recorded(self, name: str) -> bool:
+        """Also if it was deleted since, and on any timeline."""
+        row = self._db.execute("SELECT 1 FROM checkpoints WHERE name = ?", (name,)).fetchone()
+        return row is not None
 
     def record_checkpoint(self, name: str, at: StepAt, sha256: str) -> None:
         """The files are durable; saying it again changes nothing."""

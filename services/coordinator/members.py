@@ -133,7 +133,8 @@ class Members:
         """Why this Hello cannot be welcomed; "" if it can."""
         if hello.protocol != PROTOCOL_VERSION:
             return (
-                f"protocol {hello.protocol} here {PROTOCOL_VERSION}: install the same version on both sides"
+                f"speaks protocol {hello.protocol}, the run's is {PROTOCOL_VERSION}: "
+                "install the same version on both sides"
             )
         if hello.fingerprint != fingerprint:
             return (

@@ -98,12 +98,12 @@ def _unacted(member: TargetMember | DrafterMember, last: TargetOrders | DrafterO
 
 def _shared(coordinator: Coordinator) -> tuple[object, ...]:
     """What every drafter's orders depend on beside the pool and its own report."""
-    saving, attempt = coordinator.saves.pending, coordinator.current
+    saving, current = coordinator.saves.pending, coordinator.current
     return (
         coordinator.here,
         coordinator.ledger.last_try,
         coordinator.ledger.checkpoints(),
-        attempt.step_try if attempt is not None else None,
+        current.step_try if current is not None else None,
         (saving.at, saving.incarnation) if saving is not None else None,
         coordinator.world.generation,
         coordinator.members.arenas,
@@ -144,17 +144,17 @@ def drafter_orders(
 
 
 def _train(coordinator: Coordinator, name: str) -> Train | None:
-    attempt = coordinator.current
-    if attempt is None or name not in attempt:
+    current = coordinator.current
+    if current is None or name not in current:
         return None
     packs = []
-    for position, batch in attempt.share(name):
+    for position, batch in current.share(name):
         flight = coordinator.pool.flights.get(batch)
         leased = flight is not None and flight.holder == name
         packs.append(
             TrainPack(position=position, batch=batch, attempt=flight.attempt if flight and leased else None)
         )
-    return Train(step_try=attempt.step_try, epoch=attempt.epoch, packs=tuple(packs))
+    return Train(step_try=current.step_try, epoch=current.epoch, packs=tuple(packs))
 
 
 def _adopt(coordinator: Coordinator, drafter: DrafterMember, peer: str | None) -> Adopt | None:
@@ -174,6 +174,5 @@ def _adopt(coordinator: Coordinator, drafter: DrafterMember, peer: str | None) -
 
 def _recorded(coordinator: Coordinator, drafter: DrafterMember) -> tuple[StepAt, ...]:
     """Of the checkpoints it still reports, those that need no more reporting."""
-    reported = drafter.report.saved if drafter.report else ()
-    known, timeline = coordinator.ledger.recorded_names(), coordinator.ledger.timeline
-    return tuple(saved.at for saved in reported if saved.name in known or saved.at.timeline != timeline)
+    reported, ledger = drafter.report.saved if drafter.report else (), coordinator.ledger
+    return tuple(s.at for s in reported if ledger.was_recorded(s.name) or s.at.timeline != ledger.timeline)

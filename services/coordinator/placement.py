@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.messages import BatchId, Stamp
 from services.coordinator.members import TargetMember
@@ -20,8 +21,17 @@ LEASE_PATIENCE_S = 2.0
 """A pack that its drafter has not got for this long is announced again, under a new lease."""
 
 
+class Moved(NamedTuple):
+    """A batch that was late: where, and how long the next target may take."""
+
+    target: str
+    patience_s: float
+
+
 @dataclass(frozen=True)
 class Limits:
+    """Options of the run that bound what is under way."""
+
     assign_ahead: int
     cap_packs: int  # 0: none
     cap_bytes: int  # 0: none
@@ -86,7 +96,7 @@ class Placement:
         self.suspects: set[BatchId] = set()
         self.evictions = 0
         self.capped = False  # whether the cap, not the targets, ended the last round of assignments
-        self._avoid: dict[BatchId, str] = {}
+        self._moved: dict[BatchId, Moved] = {}
         self._look_for_overdue_s = 0.0
 
     # ---- assignments --------------------------------------------------------------------------
@@ -113,11 +123,13 @@ class Placement:
             if not (urgent and self._evict(current_step, None)):
                 return False
         target = self._credit(item.batch, targets, room)
-        while target is None and urgent and self._evict_from_full(current_step, targets):
+        choices = self._choices(item.batch, targets)
+        while target is None and urgent and self._evict_from_full(current_step, choices):
             room.look(targets)
             target = self._credit(item.batch, targets, room)
         if target is None:
-            return item.batch in self.suspects  # a suspect waits for an idle target; others need not
+            # a suspect waits for an idle target, one that was late for another; those behind it need not
+            return item.batch in self.suspects or item.batch in self._moved
         self._pool.add(
             Flight(
                 item.batch, item.samples, item.tokens, item.payload_bytes,
@@ -135,12 +147,15 @@ class Placement:
         )
 
     def _credit(self, batch: BatchId, targets: list[TargetMember], room: Room) -> TargetMember | None:
-        if not self.suspects and batch not in self._avoid:
+        if not self.suspects and batch not in self._moved:
             return room.take()
-        open_targets = [t for t in targets if self._has_credit(t, batch)]
-        elsewhere = [t for t in open_targets if t.incarnation != self._avoid.get(batch)]
-        choices = elsewhere or open_targets
+        choices = [t for t in self._choices(batch, targets) if self._has_credit(t, batch)]
         return min(choices, key=lambda t: (self._pool.unfinished(t.incarnation), t.index), default=None)
+
+    def _choices(self, batch: BatchId, targets: list[TargetMember]) -> list[TargetMember]:
+        """All, but for where it was late, unless there is no other: that one may hang."""
+        moved = self._moved.get(batch)
+        return [t for t in targets if moved is None or t.incarnation != moved.target] or targets
 
     def _has_credit(self, target: TargetMember, batch: BatchId) -> bool:
         name = target.incarnation
@@ -173,7 +188,9 @@ class Placement:
     def reassign_overdue(self, current_step: int, targets: list[TargetMember], now_s: float) -> list[Flight]:
         """Take the current step's batches that are late away from their target, if there is another.
 
-        Looks a few times within `overdue_s`, not at every call.
+        Late is what is queued, or computed, for longer than `overdue_s`; twice as long after each move, or
+        targets that are all slower than that would hand a batch round for ever. Looks a few times within
+        `overdue_s`, not at every call.
         """
         if now_s < self._look_for_overdue_s:
             return []
@@ -183,17 +200,22 @@ class Placement:
             for f in self._pool
             if not f.ready
             and self._step_of(f.batch) == current_step
-            and now_s - f.since_s > self._limits.overdue_s
+            and now_s - f.since_s > self.patience_s(f.batch)
         ]
         late = [f for f in late if any(t.incarnation != f.target for t in targets)]
         for flight in late:
-            self._avoid[flight.batch] = flight.target or ""
+            self._moved[flight.batch] = Moved(flight.target or "", 2 * self.patience_s(flight.batch))
             self._pool.revoke(flight)
         return late
 
+    def patience_s(self, batch: BatchId) -> float:
+        """How long it may be queued, or computed, while the current step waits for it."""
+        moved = self._moved.get(batch)
+        return self._limits.overdue_s if moved is None else moved.patience_s
+
     def settled(self, batch: BatchId) -> None:
         self.suspects.discard(batch)
-        self._avoid.pop(batch, None)
+        self._moved.pop(batch, None)
 
     # ---- leases -------------------------------------------------------------------------------
 

@@ -22,8 +22,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.messages import BatchId, SkippedSample, SlotReport, Stamp
+
+State = Literal["queued", "computing", "ready"]
 
 
 @dataclass
@@ -36,8 +39,8 @@ class Flight:
     payload_bytes: int  # likewise
     attempt: Stamp
     target: str | None  # None: its target died, a drafter holds the pack
-    since_s: float
-    state: str = "queued"
+    since_s: float  # in its state
+    state: State = "queued"
     skipped: tuple[SkippedSample, ...] = ()
     holder: str | None = None  # the drafter it is leased to
     lease: Stamp | None = None
@@ -160,7 +163,7 @@ class Pool:
     # ---- what reports say ---------------------------------------------------------------------
 
     def target_reported(
-        self, target: str, slots: Iterable[SlotReport], orders: Stamp
+        self, target: str, slots: Iterable[SlotReport], orders: Stamp, now_s: float
     ) -> tuple[list[tuple[Flight, str]], list[SlotReport]]:
         """Follow a target's level. Returns (failed flights with reason, slots without a flight)."""
         failed: list[tuple[Flight, str]] = []
@@ -174,7 +177,7 @@ class Pool:
             elif slot.state == "failed":
                 failed.append((flight, slot.reason))
             else:
-                self._follow(flight, slot)
+                self._follow(flight, slot, now_s)
         leftover = sum(s.slot is not None for s in strangers)
         self.freed |= leftover != self._leftover.get(target)
         self._leftover[target] = leftover
@@ -183,9 +186,12 @@ class Pool:
                 self._lose_slot(flight)  # it acted on the order and does not have it
         return failed, strangers
 
-    def _follow(self, flight: Flight, slot: SlotReport) -> None:
+    def _follow(self, flight: Flight, slot: SlotReport, now_s: float) -> None:
         if flight.ready:
             return  # ready is final for an attempt
+        assert slot.state != "failed", "a failed one is no longer followed"
+        if flight.state != slot.state:
+            flight.since_s = now_s
         flight.state = slot.state
         if flight.ready:
             assert flight.target is not None

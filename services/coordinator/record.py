@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from protocol.messages import StepAt, StepMetrics, StepTry
+from protocol.messages import StepMetrics, StepTry
 from services.coordinator.members import DrafterMember, TargetMember
 
 log = logging.getLogger(__name__)
@@ -46,21 +46,20 @@ class Record:
         self._places: dict[str, tuple[str, int]] = {}
         self._errors: dict[str, str] = {}
 
-    def event(self, now_s: float, text: str) -> None:
-        del now_s  # events carry wall time, decisions the monotonic one
+    def event(self, text: str) -> None:
         self.events.append(Event(time.time(), text))
         log.info("event", extra={"text": text})
 
-    def joined(self, now_s: float, member: TargetMember | DrafterMember) -> None:
+    def joined(self, member: TargetMember | DrafterMember) -> None:
         self.joins[f"{member.role} {member.index}"] += 1
         self._places[member.incarnation] = (member.role, member.index)
-        self.event(now_s, f"{member.role} {member.index} joined as {member.incarnation}")
+        self.event(f"{member.role} {member.index} joined as {member.incarnation}")
 
     def left(self, now_s: float, name: str, reason: str) -> None:
         place = self._places.get(name, (name.split("-")[0], 0))
         self.deaths[place[0]] += 1
         self._vacant_since_s.setdefault(place, now_s)
-        self.event(now_s, f"{name} is gone: {reason}")
+        self.event(f"{name} is gone: {reason}")
 
     def ready(self, now_s: float, member: TargetMember | DrafterMember) -> None:
         """The first report of an incarnation: its place works again."""
@@ -84,34 +83,32 @@ class Record:
             return None
         return (self.commit_times[-1] - self.commit_times[0]) / (len(self.commit_times) - 1)
 
-    def aborted(self, now_s: float, step_try: StepTry, reason: str) -> None:
+    def aborted(self, step_try: StepTry, reason: str) -> None:
         self.aborted_tries += 1
-        self.event(now_s, f"step {step_try.step}: try aborted, {reason}")
+        self.event(f"step {step_try.step}: try aborted, {reason}")
 
-    def rolled_back(self, now_s: float, timeline: int, step: int, lost: int) -> None:
+    def rolled_back(self, timeline: int, step: int, lost: int) -> None:
         self.roll_backs += 1
         self.lost_steps += lost
-        self.event(now_s, f"rolled back {lost} steps to the checkpoint of step {step}: timeline {timeline}")
+        self.event(f"rolled back {lost} steps to the checkpoint of step {step}: timeline {timeline}")
         if step == self._rolled_back_to:
             self.event(
-                now_s,
                 f"no checkpoint since the last roll-back to step {step}: drafters die more often than "
                 "checkpoint.every_steps; lower it, or the run may never end",
             )
         self._rolled_back_to = step
 
-    def error(self, now_s: float, name: str, error: str) -> bool:
+    def error(self, name: str, error: str) -> bool:
         """True when this error of this member is news."""
         if self._errors.get(name) == error:
             return False
         self._errors[name] = error
-        self.event(now_s, f"{name}: {error}")
+        self.event(f"{name}: {error}")
         return True
 
-    def metrics(self, metrics: StepMetrics, now_s: float) -> None:
+    def metrics(self, metrics: StepMetrics) -> None:
         """Keep each step's figures once, in order; reports repeat the last few."""
-        del now_s
-        if self.latest is None or _later(metrics.at, self.latest.at):
+        if self.latest is None or metrics.at > self.latest.at:
             self.latest = metrics
             self._new_metrics.append(metrics)
 
@@ -119,7 +116,3 @@ class Record:
         """Figures not taken before, for whoever writes them to disk."""
         taken, self._new_metrics = self._new_metrics, []
         return taken
-
-
-def _later(one: StepAt, other: StepAt) -> bool:
-    return one > other

@@ -49,7 +49,7 @@ class Saves:
         """
         if saved.at.timeline != here.timeline or saved.at.step > here.step:
             return False
-        news = saved.name not in self._ledger.recorded_names()
+        news = not self._ledger.was_recorded(saved.name)
         if news:
             self._ledger.record_checkpoint(saved.name, saved.at, saved.sha256)
         if self.pending is not None and self.pending.at == saved.at:

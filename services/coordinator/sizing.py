@@ -11,7 +11,7 @@ from typing import Any
 
 from protocol.errors import ModelError
 from services.config.fingerprint import identity, model_fingerprint
-from services.config.schema import Config
+from services.config.schema import Config, Drafter, Target
 from services.coordinator.coordinator import PackSize
 from services.data.plan import rows_limit
 from services.data.training_data import TrainingData
@@ -52,10 +52,10 @@ def identity_and_size(config: Config, data: TrainingData) -> tuple[dict[str, Any
 
 def devices(config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(targets', drafters') device names by place; "" lets the role choose (the CPU without a GPU)."""
-    targets = _named(config.target.gpus) or ("",) * config.target.count
-    drafters = _named(config.drafter.gpus) or ("",) * config.drafter.count
-    return targets, drafters
+    return _of_places(config.target), _of_places(config.drafter)
 
 
-def _named(gpus: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"cuda:{gpu}" if gpu.isdigit() else gpu for gpu in gpus)
+def _of_places(section: Target | Drafter) -> tuple[str, ...]:
+    """A device a place: more may be listed than are used, or none."""
+    named = tuple(f"cuda:{gpu}" if gpu.isdigit() else gpu for gpu in section.gpus[: section.count])
+    return named or ("",) * section.count

@@ -32,6 +32,7 @@ from services.config.schema import Config
 from services.coordinator.coordinator import Coordinator, PackSize
 from services.coordinator.ledger import Ledger
 from services.coordinator.orders import OrderBook
+from services.coordinator.sizing import devices
 
 NEVER = Stamp(0, 0)
 SHA = "0" * 64
@@ -131,6 +132,8 @@ class SimDrafter(Role):
         self.generation: int | None = None
         self.unformed: int | None = None  # a generation that did not come about, or broke
         self.spoiled: StepTry | None = None
+        self.unreadable = False  # its disk: checkpoints cannot be loaded
+        self.unloaded: Failure | None = None
 
     def hello(self, fingerprint: str) -> DrafterHello:
         return DrafterHello(
@@ -206,9 +209,11 @@ class SimDrafter(Role):
             self.vote = None
 
     def _adopt(self, adopt, cluster: Cluster) -> None:
-        self.vote = None
+        self.vote, self.unloaded = None, None
         if adopt.source == "seed":
             self.weights, self.complete = (), adopt.at
+        elif adopt.source == "checkpoint" and self.unreadable:
+            self.unloaded = Failure(order="adopt", reason="OSError: Input/output error")
         elif adopt.source == "checkpoint":
             self.weights, self.complete = cluster.disk[adopt.name], adopt.at
         else:
@@ -256,6 +261,9 @@ class SimDrafter(Role):
         )  # fmt: skip
 
     def _failures(self) -> tuple[Failure, ...]:
+        adopt = self.orders.adopt if self.orders else None
+        if self.unloaded is not None and adopt is not None and adopt.source == "checkpoint":
+            return (self.unloaded,)
         save, group = (self.orders.save, self.orders.group) if self.orders else (None, None)
         outrun = save is not None and save not in self.saved and self.complete is not None
         if outrun and self.complete.timeline == save.timeline and self.complete.step > save.step:
@@ -292,8 +300,8 @@ class Cluster:
         self.ledger = Ledger(self.folder / "ledger.sqlite", self.identity)
         self.core = Coordinator(
             self.config, self.dataset, self.ledger, self.ledger.fingerprint, PackSize(10, 1000),
-            target_devices=("cpu",) * self.config.target.count,
-            drafter_devices=("cpu",) * self.config.drafter.count, now_s=self.now_s,
+            target_devices=devices(self.config)[0], drafter_devices=devices(self.config)[1],
+            now_s=self.now_s,
         )  # fmt: skip
         self.book = OrderBook(self.core, repeat_s=1.0)
 

@@ -8,8 +8,9 @@ from cluster import Cluster, SimDrafter, SimTarget
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import BatchId
+from protocol.messages import BatchId, Saved
 from services.config.schema import Config
+from services.coordinator.coordinator import LOAD_PATIENCE_S
 from services.data.dataset import Sample
 from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
@@ -93,9 +94,7 @@ def test_too_many_failures_stop_the_run(tmp_path, dataset):
 
 def test_a_stop_ends_on_a_checkpoint_and_the_run_resumes_from_it(tmp_path, dataset):
     cluster = Cluster(tmp_path, config(), dataset, seed=1)
-    while cluster.core.step < 3:
-        cluster.respawn()
-        cluster.turn()
+    run_to(3, cluster)
     cluster.core.stop()
     cluster.run()
     stopped_at = cluster.core.step
@@ -108,11 +107,133 @@ def test_a_stop_ends_on_a_checkpoint_and_the_run_resumes_from_it(tmp_path, datas
     assert cluster.ledger.timeline == 0, "nothing was rolled back"
 
 
-def test_a_drafter_death_rolls_back_to_the_last_checkpoint(tmp_path, dataset):
-    cluster = Cluster(tmp_path, config(), dataset, seed=1)
-    while cluster.core.step < 3:
+def run_to(step: int, cluster: Cluster) -> None:
+    while cluster.core.step < step:
         cluster.respawn()
         cluster.turn()
+
+
+def end_by_itself(cluster: Cluster, turns: int = 300) -> None:
+    """Nobody is started again, as by a supervisor that stops, too."""
+    for _ in range(turns):
+        if cluster.core.done:
+            return
+        cluster.turn()
+    raise AssertionError(f"not done: {cluster.describe()}")
+
+
+@pytest.mark.parametrize("order", ["plan", "arrival"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_does_not_wait_for_packs_that_died_with_their_targets(tmp_path, dataset, order, seed):
+    cluster = Cluster(
+        tmp_path, config(plan={"order": order}, checkpoint={"every_steps": 50}), dataset, seed=seed
+    )
+    run_to(3, cluster)
+    for name in [name for name in cluster.roles if name.startswith("target")]:
+        cluster.kill(name)
+    for _ in range(seed):
+        cluster.turn()
+    cluster.core.stop()
+    end_by_itself(cluster)
+    assert cluster.ledger.checkpoints()[-1].at.step == cluster.core.step >= 3
+    cluster.restart_coordinator()
+    cluster.run()
+    cluster.check()
+    assert cluster.ledger.timeline == 0, "nothing was rolled back"
+
+
+def test_a_stop_before_the_first_target_came_ends_at_once(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    cluster.roles["drafter-1"] = SimDrafter("drafter-1", set())
+    for _ in range(10):
+        cluster.turn()
+    assert cluster.core.current is not None, "a step is open, whose packs nobody computes"
+    cluster.core.stop()
+    end_by_itself(cluster, turns=10)
+
+
+def test_a_stop_during_recovery_waits_for_those_who_hold_unsaved_steps(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(checkpoint={"every_steps": 50}), dataset, seed=1)
+    run_to(3, cluster)
+    cluster.restart_coordinator()
+    cluster.core.stop()
+    assert cluster.core.recovering and not cluster.core.done
+    end_by_itself(cluster)
+    assert cluster.ledger.checkpoints()[-1].at.step == cluster.core.step >= 3
+
+
+def test_a_stop_during_recovery_ends_although_nobody_returns(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(checkpoint={"every_steps": 50}), dataset, seed=1)
+    run_to(3, cluster)
+    cluster.roles.clear()  # on a host that is gone: no lock tells of their death
+    cluster.restart_coordinator()
+    cluster.core.stop()
+    end_by_itself(cluster)
+    assert not cluster.core.recovering
+
+
+def both_drafters_return(cluster: Cluster) -> list[SimDrafter]:
+    """Dead after step 5, the new ones have to load the checkpoint of step 4."""
+    run_to(5, cluster)
+    for name in [name for name in cluster.roles if name.startswith("drafter")]:
+        cluster.kill(name)
+    found = [SimDrafter(f"drafter-new-{number}", set()) for number in range(2)]
+    cluster.roles |= {drafter.name: drafter for drafter in found}
+    return found
+
+
+def test_a_checkpoint_that_one_drafter_cannot_read_comes_from_the_other(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(drafter={"count": 2}), dataset, seed=1)
+    both_drafters_return(cluster)[0].unreadable = True
+    cluster.run()
+    cluster.check()
+    assert cluster.core.finished and any("Input/output error" in e.text for e in cluster.core.record.events)
+
+
+def test_a_disk_that_comes_back_in_time_costs_no_run(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(drafter={"count": 2}), dataset, seed=1)
+    drafters = both_drafters_return(cluster)
+    for drafter in drafters:
+        drafter.unreadable = True
+    for _ in range(int(LOAD_PATIENCE_S / 0.4) - 5):
+        cluster.turn()
+    assert not cluster.core.done
+    drafters[1].unreadable = False
+    cluster.run()
+    cluster.check()
+
+
+def test_a_checkpoint_that_nobody_can_read_ends_the_run(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(drafter={"count": 2}), dataset, seed=1)
+    for drafter in both_drafters_return(cluster):
+        drafter.unreadable = True
+    end_by_itself(cluster)
+    assert "no drafter could load its state: adopt: OSError" in cluster.core.failed_reason
+
+
+def test_a_checkpoint_that_was_deleted_since_is_reported_once_and_no_more(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    run_to(5, cluster)
+    (drafter,) = (role for role in cluster.roles.values() if isinstance(role, SimDrafter))
+    (row,) = (row for row in cluster.ledger.checkpoints() if row.at.step == 2)
+    cluster.ledger.forget_checkpoint(row.name)  # what `checkpoint.keep` does, before the drafter heard of it
+    drafter.saved[row.at] = Saved(at=row.at, name=row.name, sha256=row.sha256)
+    for _ in range(3):
+        cluster.turn()
+    assert row.at not in drafter.saved
+    assert sum(f"{row.name} recorded" in event.text for event in cluster.core.record.events) == 1
+
+
+def test_more_devices_than_drafters_are_no_drafters_to_wait_for(tmp_path, dataset):
+    options = config(drafter={"gpus": ("5", "6", "7"), "count": 2, "elastic": "wait"}, target={"slots": 8})
+    cluster = Cluster(tmp_path, options, dataset, seed=1)
+    cluster.run()
+    cluster.check()
+
+
+def test_a_drafter_death_rolls_back_to_the_last_checkpoint(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(), dataset, seed=1)
+    run_to(3, cluster)
     cluster.kill(next(name for name in cluster.roles if name.startswith("drafter")))
     cluster.run()
     assert cluster.ledger.timeline == 1
@@ -161,9 +282,7 @@ def test_checkpoints_that_are_further_apart_than_kills_are_told_of(tmp_path, dat
 
 def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset):
     cluster = Cluster(tmp_path, config(), dataset, seed=1)
-    while cluster.core.step < 3:
-        cluster.respawn()
-        cluster.turn()
+    run_to(3, cluster)
     ready = {flight.attempt for flight in cluster.core.pool if flight.ready}
     step = cluster.core.step
     cluster.restart_coordinator()
@@ -179,9 +298,7 @@ def test_a_coordinator_restart_loses_no_ready_pack_and_no_step(tmp_path, dataset
 def test_a_pack_of_before_a_restart_that_was_revoked_is_not_taken_over_again(tmp_path, dataset):
     """Else its slot is promised twice: the batch that it gave way to finds none, and stays queued."""
     cluster = Cluster(tmp_path, config(), dataset, seed=1)
-    while cluster.core.step < 3:
-        cluster.respawn()
-        cluster.turn()
+    run_to(3, cluster)
     cluster.restart_coordinator()
     while cluster.core.recovering:
         cluster.turn()
@@ -237,9 +354,7 @@ def test_a_group_that_does_not_come_about_is_numbered_anew(tmp_path, dataset, el
 
 def test_a_newcomer_takes_the_weights_of_a_member_and_nothing_is_rolled_back(tmp_path, dataset):
     cluster = Cluster(tmp_path, config(drafter={"count": 3, "elastic": "wait"}), dataset, seed=1)
-    while cluster.core.step < 3:
-        cluster.respawn()
-        cluster.turn()
+    run_to(3, cluster)
     cluster.kill(next(name for name in cluster.roles if name.startswith("drafter")))
     cluster.run()
     cluster.check()

@@ -200,7 +200,8 @@ class Leases(RuleBasedStateMachine):
             a for a in self.assigned.keys() - self.ready
             if first(self.batch_of[a].epoch) + self.batch_of[a].index // PACKS == step
         }  # fmt: skip
-        self.now_s += 10.0
+        patience = (self.core.placement.patience_s(self.batch_of[a]) for a in waited_for)
+        self.now_s += 2 * max(patience, default=5.0)
         self.settle()
         assert len(self.targets) < 2 or self.core.done or not waited_for & self.assigned.keys(), "not moved"
 

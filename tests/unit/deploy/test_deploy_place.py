@@ -11,6 +11,7 @@ import pytest
 
 from protocol.errors import AlreadyRunning
 from services.config.schema import Config
+from services.coordinator.sizing import devices
 from services.lifecycle import arena_folder
 from services.place import claim_place, forget_places, places
 
@@ -20,7 +21,7 @@ def config(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         yield Config(
             model={"path": "m"}, data={"path": "d"}, run={"dir": tmp_path}, arena={"dir": memory},
-            target={"count": 2}, drafter={"gpus": ("5", "6", "7")},
+            target={"count": 2}, drafter={"count": 3, "gpus": ("5", "6", "7", "8")},
         )  # fmt: skip
 
 
@@ -34,7 +35,8 @@ def test_the_lowest_free_place_is_taken(config):
 
 
 def test_roles_have_places_of_their_own_and_a_device_each(config):
-    assert places(config, "drafter") == 3
+    assert places(config, "drafter") == 3  # not four: a device more than roles makes no place
+    assert devices(config) == (("", ""), ("cuda:5", "cuda:6", "cuda:7"))
     held = [claim_place(config, "drafter") for _ in range(3)]
     assert [index for _, index in held] == [0, 1, 2]
     assert claim_place(config, "target")[1] == 0
