@@ -269,6 +269,7 @@ class Leases(RuleBasedStateMachine):
         self.held = {self.batch_of.get(a) for d in self.drafters.values() if d.told for a in d.told.held}
         waiting = pending_before - set(batches) - held_before - self.held
         waiting -= {b for b, n in self.deaths.items() if n >= 2}
+        waiting -= self.core.placement._moved.keys()  # for another target than the one where it was late
         assert not [(w, b) for w in waiting for b in fresh.values() if w < b], "not in plan order"
         assert not fresh or not self.cap or len(given) <= self.cap
         for attempt, batch, _ in given:
