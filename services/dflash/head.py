@@ -43,9 +43,23 @@ class RowLosses(NamedTuple):
 
 @torch.no_grad()
 def best_ids(hidden_RH: Tensor, head: FrozenHead) -> Tensor:
-    """int64 [R]: the token with the largest logit for each row, after its final norm; first of equals."""
-    rows = GPU_CHUNK_ROWS if hidden_RH.is_cuda else CPU_CHUNK_ROWS
-    return torch.cat([_raw(part_RH, head).argmax(-1) for part_RH in hidden_RH.split(rows)])
+    """int64 [R]: the token with the largest logit for each row, after its final norm; first of equals.
+
+    Logits are float32 whatever the head's type: rounded ones tie, for SmolLM2-135M in one row of 54.
+    """
+    weight_VH = head.weight_VH
+    if hidden_RH.is_cuda:
+        parts = hidden_RH.to(weight_VH.dtype).split(GPU_CHUNK_ROWS)
+        return torch.cat([_in_float32(part_RH, weight_VH).argmax(-1) for part_RH in parts])
+    weight_VH = weight_VH.float()
+    return torch.cat([(part.float() @ weight_VH.T).argmax(-1) for part in hidden_RH.split(CPU_CHUNK_ROWS)])
+
+
+def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T`, its sums not rounded; only a GPU has such a product of 16-bit factors."""
+    if weight.dtype == torch.float32:
+        return x @ weight.T
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 def row_losses(

@@ -13,7 +13,7 @@ from services.dflash.anchors import draw_anchors
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.evaluate import evaluate
-from services.dflash.head import FrozenHead
+from services.dflash.head import FrozenHead, best_ids
 from services.dflash.loss import LossOptions
 from services.dflash.noise import add_noise_
 from services.dflash.pack import pack_loss
@@ -226,3 +226,9 @@ def test_a_batch_decodes_what_one_prompt_at_a_time_does():
         for a, b in zip(one.drafted, batch.drafted, strict=True)
     ]
     assert sum(same) >= 8, "more than one tie among nine random answers"
+
+
+def test_the_best_token_is_not_told_by_logits_that_were_rounded():
+    weight_VH = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9], [0.5, 0.0]], dtype=torch.bfloat16).repeat(8, 8)
+    hidden_RH = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.bfloat16).repeat(8, 8)
+    assert best_ids(hidden_RH.cuda(), FrozenHead(weight_VH.cuda())).tolist() == [1, 0] * 8

@@ -171,6 +171,14 @@ def test_on_the_targets_own_greedy_text_both_labels_are_the_same():
     assert torch.equal(best[:, 3:-1], ids[:, 4:])
 
 
+def test_the_best_token_is_not_told_by_logits_that_were_rounded():
+    """1 and 1 + 2**-9 are one number in bfloat16; the second token has the larger logit."""
+    weight_VH = torch.tensor([[1.0, 0.0], [1.0, 2.0**-9], [0.5, 0.0]], dtype=torch.bfloat16)
+    hidden_RH = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.bfloat16)
+    assert (hidden_RH @ weight_VH.T)[0].argmax() == 0
+    assert best_ids(hidden_RH, FrozenHead(weight_VH)).tolist() == [1, 0]
+
+
 def test_accepted_prefixes_are_counted():
     """A head that always says the label: every block is accepted as far as it has labels."""
     pack = tiny_pack([12], CONFIG, supervised=1.0)
