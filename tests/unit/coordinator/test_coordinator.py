@@ -423,3 +423,51 @@ def test_whatever_is_killed_every_batch_counts_once(
             cluster.restart_coordinator()
     cluster.run()
     cluster.check()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**32),
+    drafters=st.integers(1, 3),
+    elastic=st.sampled_from(["shrink", "wait"]),
+    order=st.sampled_from(["plan", "arrival"]),
+    loss=st.sampled_from([0.0, 0.1, 0.4]),
+    supervised=st.booleans(),
+)
+def test_whenever_it_is_stopped_it_stops_and_undoes_no_step_that_a_member_holds(
+    tmp_path_factory, dataset, seed, drafters, elastic, order, loss, supervised
+):
+    """`supervised`: roles that die while the run stops are started again, as by compose."""
+    options = config(
+        drafter={"count": drafters, "elastic": elastic}, plan={"order": order},
+        coordinator={"silence_s": 1000.0}, checkpoint={"every_steps": 100},
+    )  # fmt: skip
+    chaos = random.Random(seed)
+    cluster = Cluster(tmp_path_factory.mktemp("run"), options, dataset, seed=seed, loss=loss)
+    for _ in range(20):  # stops and starts, until the run is finished or they are over
+        for _ in range(chaos.randint(0, 30)):
+            cluster.respawn()
+            cluster.turn()
+        if cluster.core.done:
+            break
+        if chaos.random() < 0.2:
+            cluster.restart_coordinator()
+        cluster.core.stop()
+        drafters_here = [role for role in cluster.roles.values() if isinstance(role, SimDrafter)]
+        holders = {drafter.name for drafter in drafters_here if drafter.complete == cluster.core.here}
+        for _ in range(400):
+            if cluster.core.done:
+                break
+            if supervised:
+                cluster.respawn()
+            if chaos.random() < 0.1 and cluster.roles:
+                cluster.kill(chaos.choice(sorted(cluster.roles)))
+            cluster.turn()
+        assert cluster.core.done, cluster.describe()
+        if cluster.core.step and holders and not holders & cluster.dead.keys():
+            assert cluster.ledger.last_checkpoint().at.step == cluster.core.step, cluster.describe()
+        for name in list(cluster.roles):
+            cluster.kill(name)
+        cluster.restart_coordinator()
+    cluster.run()
+    cluster.check()
