@@ -224,7 +224,7 @@ def check(
     quiet: Annotated[bool, typer.Option("--quiet", help="print findings only")] = False,
 ) -> None:
     """Validate options, model, data, memory, disk, port and run folder before anything starts."""
-    loaded = load_local(config, context.obj)
+    loaded = load_local(config, context.obj, missing_ok=True)
     from services.check.check import check as look
 
     report = look(loaded)

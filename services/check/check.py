@@ -40,7 +40,7 @@ def check(loaded: Loaded) -> Report:
     model, findings = check_model(loaded)
     data, more = check_data(loaded, model)
     findings += more
-    findings += check_other_files(loaded)
+    findings += check_other_files(loaded, model)
     findings += check_run_folder(loaded, data)
     findings += check_places(loaded, port_is_ours=is_running(loaded.config.run.dir))
     if model is not None:

@@ -17,6 +17,7 @@ from services.config.fingerprint import identity, model_fingerprint
 from services.config.load import load
 from services.coordinator.ledger import Ledger
 from services.data.dataset import Dataset, Sample
+from services.data.token_use import occurrences
 from services.data.writer import write_dataset
 
 ROWS = 64
@@ -148,11 +149,57 @@ def test_taps_that_the_target_does_not_have(place):
     assert "5" in the_one(looked(place, drafter__target_layer_ids="1,5"))
 
 
-def test_a_model_without_tokenizer_will_do_if_the_mask_token_is_named(place):
+def test_too_many_taps_name_the_option_and_how_many_fit(place):
+    found = the_one(looked(place, drafter__taps="5"))
+    assert found.startswith("drafter.taps = 5 (--drafter.taps): the target has 6 layers, at most 3 can be")
+
+
+def test_a_model_without_a_spare_row_is_offered_those_that_the_data_leave(place):
+    write_tokenizer(place / "model", ROWS)
+    findings = looked(place, drafter__taps="5")
+    assert [found.split(" = ")[0] for found in findings] == ["drafter.taps", "drafter.mask_token_id"]
+    assert "name a row that your data never uses. No sample of data.path uses 61, 62, 63" in findings[1]
+    write_dataset(place / "each", [Sample(np.arange(ROWS, dtype=np.int32), np.ones(ROWS, np.uint8))], {})
+    assert "The data use all 64" in the_one(looked(place, data__path=place / "each", plan__bucket_edges="96"))
+    assert looked(place, drafter__mask_token_id="61") == []
+
+
+def test_a_mask_token_that_the_data_use_is_refused_with_its_count(place):
+    marked = np.array([5, 60, 7, 60, 9, 8], np.int32)
+    write_dataset(place / "marked", [Sample(marked, np.ones(6, np.uint8))] * 3, {})
+    found = the_one(looked(place, data__path=place / "marked"))
+    assert found.startswith("drafter.mask_token_id = -1 (default), data.path = ")
+    assert "token 60, which stands for what is still to be drafted, is 6 times among the 18 tokens" in found
+    assert looked(place, data__path=place / "marked", drafter__mask_token_id="61") == []
+    assert "is 3 times" in the_one(looked(place, data__path=place / "marked", drafter__mask_token_id="9"))
+    assert occurrences(Dataset.open(place / "marked"), 60, look_tokens=8) == (3, 8)
+
+
+def test_a_model_without_tokenizer_will_do_if_the_mask_token_is_named_and_nothing_is_text(place):
     for file in (place / "model").glob("tokenizer*"):
         file.unlink()
     assert looked(place, drafter__mask_token_id="60") == []
-    assert "model.path" in the_one(looked(place))
+    found = the_one(looked(place))
+    assert found.startswith("model.path") and "there is no tokenizer in it (tokenizer.json" in found
+    (place / "held.jsonl").write_text('{"prompt": "w5"}\n')
+    found = the_one(looked(place, drafter__mask_token_id="60", eval__prompts=place / "held.jsonl"))
+    assert found.startswith("eval.prompts") and "the model's folder has no tokenizer" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"prompt": "w5"}\n{"messages": [', "line 2: not JSON"),
+        ('{"text": "w5"}\n', "line 1: keys ['text']"),
+        ('{"messages": "w5"}\n', "line 1: `messages` must be a list"),
+        ('{"messages": [{"role": "assistant", "content": "w5"}]}\n', "an answer only"),
+        ("\n", "holds none"),
+    ],
+)
+def test_prompts_that_no_evaluation_could_read(place, text, rule):
+    (place / "held.jsonl").write_text(text)
+    found = the_one(looked(place, eval__prompts=place / "held.jsonl"))
+    assert found.startswith("eval.prompts = ") and rule in found
 
 
 def test_samples_without_supervision(tmp_path, place):
