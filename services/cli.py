@@ -24,7 +24,7 @@ from rich.text import Text
 
 from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
-from services.cli_eval import evaluate
+from services.cli_eval import device_named, evaluate
 from services.cli_runs import ConfigFile, runs
 from services.config.environment import keep_compiled
 from services.config.load import Loaded, load, refuse
@@ -147,7 +147,7 @@ def regenerate(
         from services.data.answers_local import local_answers
 
         options = load_local(config, context.obj, needs=["model.path"]).config
-        answerer = local_answers(options, ask, device=device, batch_tokens=batch_tokens)
+        answerer = local_answers(options, ask, device=device_named(device), batch_tokens=batch_tokens)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("answering", total=None)
         summary = ask_for(
@@ -221,7 +221,7 @@ app.add_typer(runs)
 def check(
     context: typer.Context,
     config: ConfigFile = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print findings only")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print findings and warnings only")] = False,
 ) -> None:
     """Validate options, model, data, memory, disk, port and run folder before anything starts."""
     loaded = load_local(config, context.obj, missing_ok=True)
@@ -230,6 +230,8 @@ def check(
     report = look(loaded)
     if not quiet:
         _print_pairs(report.facts)
+    for warning in report.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     refuse(report.findings)
 
 

@@ -35,7 +35,9 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
     if is_running(config.run.dir):
         return [
             Finding(
-                subject, f"another coordinator runs it ({_where(config.run.dir)}); `draftmill stop` it first"
+                subject,
+                f"another coordinator runs it ({_where(config.run.dir)}); `draftmill stop` it first",
+                in_use=True,
             )
         ]
     if data is None or not (config.run.dir / LEDGER).exists():

@@ -12,9 +12,12 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from protocol.files import FileLock
-from services.check.check import check
+from services.check.check import Report, check
+from services.check.devices import check_devices
+from services.check.machine import file_system
+from services.check.model import check_model
 from services.config.fingerprint import identity, model_fingerprint
-from services.config.load import load
+from services.config.load import Loaded, load
 from services.coordinator.ledger import Ledger
 from services.data.dataset import Dataset, Sample
 from services.data.token_use import occurrences
@@ -68,16 +71,23 @@ def place(tmp_path_factory, good_model):
 
 def looked(place: Path, **options: str) -> list[str]:
     """Findings as text; the disk must be what it was."""
+    return [str(finding) for finding in report(place, **options).findings]
+
+
+def report(place: Path, **options: str) -> Report:
+    loaded, before = loaded_with(place, **options), snapshot(place)
+    found = check(loaded)
+    assert snapshot(place) == before
+    return found
+
+
+def loaded_with(place: Path, **options: str) -> Loaded:
     words = {
         "run.dir": place / "run", "model.path": place / "model", "data.path": place / "data",
         "arena.dir": place / "shm", "plan.token_budget": "96", "plan.bucket_edges": "16,32",
         "drafter.taps": "2", "drafter.layers": "1", "coordinator.http_port": "0",
     } | {name.replace("__", "."): value for name, value in options.items()}  # fmt: skip
-    loaded = load(None, [(f"--{name}", str(value)) for name, value in words.items()], {})
-    before = snapshot(place)
-    findings = [str(finding) for finding in check(loaded).findings]
-    assert snapshot(place) == before
-    return findings
+    return load(None, [(f"--{name}", str(value)) for name, value in words.items()], {})
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -242,8 +252,36 @@ def test_a_port_that_is_taken(place):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        found = the_one(looked(place, coordinator__http_port=str(other.getsockname()[1])))
-    assert "cannot listen there (Address already in use)" in found
+        found = report(place, coordinator__http_port=str(other.getsockname()[1])).findings
+    assert "cannot listen there (Address already in use)" in the_one([str(finding) for finding in found])
+    assert found[0].in_use
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "rule"),
+    [
+        ({"arena__kind": "pinned"}, 0, "target 0 is on a CPU, pinned needs every target on a GPU"),
+        ({"arena__kind": "cuda_ipc", "target__count": "2"}, 1, "target 1 is on a CPU, cuda_ipc needs"),
+        ({"arena__kind": "cuda_ipc", "drafter__gpus": "cpu"}, 1, "drafter 0 is on a CPU, which cannot read"),
+        ({"arena__kind": "pinned", "drafter__gpus": "cpu"}, 1, ""),
+        ({"arena__kind": "cuda_ipc"}, 1, ""),
+        ({"arena__kind": "auto", "target__gpus": "cpu"}, 1, ""),
+    ],
+)
+def test_kinds_of_arenas_that_need_a_gpu(place, options, gpus, rule):
+    loaded = loaded_with(place, **options)
+    model, _ = check_model(loaded)
+    found = [str(finding) for finding in check_devices(loaded, model, dict.fromkeys(range(gpus), 1 << 40))]
+    assert ([rule] if rule else []) == [rule for one in found if rule and rule in one] and len(found) <= 1
+
+
+def test_what_works_but_less_well_is_a_warning(place):
+    assert file_system(Path("/proc/self")) == "proc"
+    found = report(place, drafter__count="3", plan__packs_per_step="1", arena__dir="/dev/shm/draftmill")
+    assert found.findings == []
+    assert "2 of them always wait" in the_one(
+        [str(w) for w in found.warnings if not str(w).startswith("arena")]
+    )
 
 
 def test_a_folder_whose_sockets_would_have_too_long_names(place):
