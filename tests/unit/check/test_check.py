@@ -356,7 +356,13 @@ def test_other_data_for_a_run_that_exists_is_refused_with_the_way(place):
     found = the_one(looked(place, data__later=f"1:{place / 'more'}", run__epochs="2"))
     assert "run.epochs: 1 in the run, 2 now" in found and "`draftmill extend`" in found
     found = the_one(looked(place, data__path=place / "more", recipe__lr="0.1"))
-    assert "dataset: " in found and "extend" not in found
+    assert found.startswith("data.path = ") and "recipe.lr: 0.0006 in the run, 0.1 now" in found
+    assert "extend" not in found
+    found = the_one(looked(place, data__path=place / "more"))
+    assert found.startswith(f"data.path = {place / 'more'} (--data.path), run.dir = ")
+    began, now = (Dataset.open(place / name).fingerprint for name in ("data", "more"))
+    assert f"({now[:12]}, not {began[:12]})" in found and began not in found
+    assert 'data.later = ["EPOCH:PATH"] and `draftmill extend`' in found
 
 
 def test_a_truncated_ledger(place):

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from protocol.errors import ConfigError
 from protocol.files import FileLock
@@ -74,6 +75,22 @@ def test_an_unknown_command_or_plain_flag_is_a_usage_error():
     assert ran.returncode == ExitCode.USAGE
     assert "train" in ran.stderr or "No such command" in ran.stderr
     assert draftmill("check", "--confg", "x").returncode == ExitCode.USAGE
+    ran = draftmill("up", "--block-size", "8", "--seed=1", "--config", "--gpus")
+    assert ran.returncode == ExitCode.USAGE
+    assert "--block-size: did you mean --drafter.block-size?" in ran.stderr
+    assert "--seed=1: did you mean --run.seed?" in ran.stderr
+    assert "--gpus: did you mean --target.gpus or --drafter.gpus?" in ran.stderr
+
+
+def test_prepare_says_where_the_rows_are_that_it_left_out(tmp_path):
+    LlamaConfig(vocab_size=32).save_pretrained(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text('{"input_ids": [1, 2, 3], "prompt_length": 1}\n{"text": "a"}\n')
+    words = ["--model.path", "model", "--data.path", "data", "--data.on-bad-line", "skip"]
+    ran = draftmill("prepare", "in.jsonl", *words, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["skipped"] == {"shape": 1}
+    assert "1 row left out, with the reason: data/skipped.jsonl" in ran.stderr
+    assert (tmp_path / "data" / "skipped.jsonl").is_file()
 
 
 def test_a_device_that_is_not_there_is_an_option_that_is_wrong():
