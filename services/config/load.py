@@ -73,9 +73,11 @@ def refuse(findings: Sequence[Finding]) -> None:
     """
     if not findings:
         return
+    lines = "\n".join(f"  - {finding}" for finding in findings)
+    if all(finding.in_use for finding in findings):
+        raise AlreadyRunning(f"another process is in the way\n{lines}")
     count = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
-    lines = "\n".join([f"{count} with the configuration", *(f"  - {finding}" for finding in findings)])
-    raise AlreadyRunning(lines) if all(finding.in_use for finding in findings) else ConfigError(lines)
+    raise ConfigError(f"{count} with the configuration\n{lines}")
 
 
 class _Layer(PydanticBaseSettingsSource):

@@ -20,27 +20,27 @@ LOCK = "coordinator.lock"
 TELL_S = 3.0
 
 
-def stop(run_dir: Path, tell: Callable[[Status], None]) -> None:
+def stop(run_dir: Path, tell: Callable[[Status], None], every_s: float = TELL_S) -> None:
     """Returns once the step is finished, a checkpoint recorded and the coordinator has left.
 
-    `tell` is called every few seconds, from another thread. Raises PeerGone when no coordinator answers.
+    `tell` is called in between, from another thread. Raises PeerGone when no coordinator answers.
     """
     address = read_address(run_dir)
     request_stop(address)
     file = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with _telling(address, tell):
+        with _telling(address, tell, every_s):
             fcntl.flock(file, fcntl.LOCK_SH)  # the kernel grants it when the owner ends
     finally:
         os.close(file)
 
 
 @contextmanager
-def _telling(address: Address, tell: Callable[[Status], None]) -> Iterator[None]:
+def _telling(address: Address, tell: Callable[[Status], None], every_s: float) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(TELL_S):
+        while not over.wait(every_s):
             try:
                 tell(fetch(address))
             except PeerGone:
