@@ -1,6 +1,7 @@
 # Every target makes .venv first if it is missing or the pinned set has changed.
 #
 #   make demo    train and evaluate a real drafter on this machine, 8 minutes after the installation
+#   make install that alone; `. .venv/bin/activate` then puts `draftmill` on the path
 #   make test    all tests but those that need a GPU, a Docker engine, or minutes each
 #   make test-long      those that take minutes: whole runs, moved, extended, stopped and resumed
 #   make test-compose   the compose file on a real engine; starts one if it may
@@ -18,11 +19,13 @@ BIN := .venv/bin
 MADE := .venv/.made
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-long test-compose test-gpu check chaos bench docs
+.PHONY: demo install test test-long test-compose test-gpu check chaos bench docs
 .DELETE_ON_ERROR:
 
 demo: $(MADE)
 	$(BIN)/python examples/demo/run.py
+
+install: $(MADE)
 
 test: $(MADE)
 	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not compose and not long"

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,10 +24,11 @@ from rich.text import Text
 
 from protocol.errors import ConfigError, DraftmillError
 from services import logging as events
-from services.cli_eval import evaluate
+from services.cli_eval import device_named, evaluate
 from services.cli_runs import ConfigFile, runs
 from services.config.environment import keep_compiled
 from services.config.load import Loaded, load, refuse
+from services.config.names import OPTIONS
 from services.config.schema import Config
 from services.config.sources import split_flags
 from services.lifecycle import (
@@ -55,6 +56,8 @@ Rate = Annotated[
 def main() -> None:
     """Entry point: takes the schema's flags out of the command line, then runs the command."""
     flags, words = split_flags(sys.argv[1:])
+    for hint in _hints(words):
+        typer.echo(hint, err=True)
     try:
         app(words, obj=flags, prog_name="draftmill")
     except DraftmillError as error:
@@ -83,6 +86,7 @@ def prepare(context: typer.Context, inputs: Inputs, config: ConfigFile = None) -
     """Chats or tokenized completions become the dataset at data.path."""
     options = load_local(config, context.obj).config
     from services.data.prepare import prepare as convert
+    from services.data.writer import SKIPPED
 
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("preparing", total=1.0)
@@ -94,6 +98,12 @@ def prepare(context: typer.Context, inputs: Inputs, config: ConfigFile = None) -
             lambda done: bar.update(task, completed=done.share, description=f"{done.written} samples"),
         )
     typer.echo(json.dumps(info, indent=1, ensure_ascii=False))
+    if info["skipped"]:
+        count = sum(info["skipped"].values())
+        left_out = (
+            f"{count} rows left out, with their reasons" if count > 1 else "1 row left out, with the reason"
+        )
+        typer.echo(f"{left_out}: {options.data.path / SKIPPED}", err=True)
 
 
 @app.command()
@@ -147,7 +157,7 @@ def regenerate(
         from services.data.answers_local import local_answers
 
         options = load_local(config, context.obj, needs=["model.path"]).config
-        answerer = local_answers(options, ask, device=device, batch_tokens=batch_tokens)
+        answerer = local_answers(options, ask, device=device_named(device), batch_tokens=batch_tokens)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("answering", total=None)
         summary = ask_for(
@@ -221,15 +231,17 @@ app.add_typer(runs)
 def check(
     context: typer.Context,
     config: ConfigFile = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="print findings only")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print findings and warnings only")] = False,
 ) -> None:
     """Validate options, model, data, memory, disk, port and run folder before anything starts."""
-    loaded = load_local(config, context.obj)
+    loaded = load_local(config, context.obj, missing_ok=True)
     from services.check.check import check as look
 
     report = look(loaded)
     if not quiet:
         _print_pairs(report.facts)
+    for warning in report.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     refuse(report.findings)
 
 
@@ -252,6 +264,7 @@ def export(
         checkpoint, out, dtype=dtype, target=target, evaluation=evaluation, push_to_hub=push_to_hub
     )
     typer.echo(json.dumps(found, indent=1))
+    typer.echo(f"drafter in {out}; {out / 'README.md'} has the commands of vLLM and SGLang for it", err=True)
 
 
 @app.command(name="config")
@@ -304,6 +317,22 @@ def keys(folder: Annotated[Path, typer.Argument(help="new folder for the keys")]
 
     generate_keys(folder)
     typer.echo(f"keys in {folder}; set coordinator.keys to it on every host")
+
+
+def _hints(words: Sequence[str]) -> Iterator[str]:
+    """For each option that the command does not know and the schema knows by its section: its whole name."""
+    group = typer.main.get_command(app)
+    command = getattr(group, "commands", {}).get(next(iter(words), ""))
+    known = (
+        {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        if command
+        else set()
+    )
+    for word in words[1:] if command else ():
+        name = word.partition("=")[0].replace("_", "-")
+        meant = [option.flag for option in OPTIONS if option.flag.endswith(f".{name[2:]}")]
+        if name.startswith("--") and len(name) > 2 and name not in known and meant:
+            yield f"{word}: did you mean {' or '.join(meant)}?"
 
 
 def _role(context: typer.Context, config: Path | None, role: str, index: int | None) -> Loaded:

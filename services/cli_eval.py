@@ -7,6 +7,7 @@ what belongs to one call stands here.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -46,8 +47,6 @@ def evaluate(
             f"--top-p {top_p:g}: greedy decoding takes the best token; give a --temperature too"
         )
     options = load_local(config, context.obj, needs=["model.path"]).config
-    import torch
-
     from services.dflash.eval_parts import run_evals_in_parts
     from services.dflash.eval_picture import picture as draw
     from services.dflash.eval_result import comparison, to_json
@@ -57,7 +56,7 @@ def evaluate(
         task = bar.add_task("prompts", total=None)
         found = run_evals_in_parts(
             checkpoint, options, processes=processes,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device_named(device),
             block_sizes=sizes, plain=plain,
             sampling=Sampling(temperature, top_p, options.run.seed) if temperature else None,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
@@ -72,6 +71,26 @@ def evaluate(
         console.print(result.table())
     if len(found) > 1:
         console.print(comparison(found))
+
+
+def device_named(name: str) -> str:
+    """What `--device` says, as torch writes it; empty: the first GPU, else the CPU. Raises ConfigError."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if not name:
+        return "cuda:0" if count else "cpu"
+    if name == "cpu":
+        return name
+    found = re.fullmatch(r"cuda|(?:cuda:)?(\d+)", name)
+    if found is None:
+        raise ConfigError(f"--device {name}: a device is cpu, or a GPU as torch counts them: cuda:0")
+    number = int(found[1] or 0)
+    if number >= count:
+        raise ConfigError(
+            f"--device {name}: there is no GPU {number} here ({count} in all); name another, or cpu"
+        )
+    return f"cuda:{number}"
 
 
 def _sizes(text: str) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from protocol.errors import PeerGone
 from protocol.traces import LEAST_S, MOST_S
 from services.config.load import load
 from services.models.hub import load_local
@@ -35,7 +36,8 @@ def status(
 ) -> None:
     """Roles, slots and who holds them, pool, step, ledger counts, advice; or a trace of one role."""
     from services.local.reports import status_report
-    from services.local.status import fetch, fetch_json, read_address
+    from services.local.status import RESULT, fetch, fetch_json, read_address
+    from services.local.stop import ended
 
     folder = _run_dir(context, run, config)
     if traced:
@@ -43,24 +45,45 @@ def status(
 
         typer.echo(trace(folder, traced, trace_seconds))
         return
-    address = read_address(folder)
-    if as_json:
-        typer.echo(json.dumps(fetch_json(address), indent=1))
-    else:
-        Console(highlight=False).print(status_report(fetch(address)))
+    console = Console(highlight=False)
+    try:
+        address = read_address(folder)
+        if as_json:
+            typer.echo(json.dumps(fetch_json(address), indent=1))
+        else:
+            console.print(status_report(fetch(address)))
+    except PeerGone:
+        last = ended(folder)
+        if last is None:
+            raise
+        if as_json:
+            typer.echo((folder / RESULT).read_text(encoding="utf-8"))
+            return
+        console.print(status_report(last))
 
 
 @runs.command()
 def stop(context: typer.Context, run: RunFolder = None, config: ConfigFile = None) -> None:
     """Stop the run cleanly: finish the step, record a checkpoint, leave."""
-    from services.local.stop import result
+    from services.local.reports import ending
+    from services.local.status import Status
+    from services.local.stop import ended, result
     from services.local.stop import stop as stop_and_wait
 
+    def tell(status: Status) -> None:
+        at = f"step {status.step} of {status.total_steps}"
+        typer.echo(f"{status.state}, {at}: the step is finished and a checkpoint recorded", err=True)
+
     folder = _run_dir(context, run, config)
-    stop_and_wait(folder)
-    last = result(folder)
+    try:
+        stop_and_wait(folder, tell)
+        last = result(folder)
+    except PeerGone:
+        last = ended(folder)  # nothing is left to stop
+        if last is None:
+            raise
     if last is not None:
-        typer.echo(f"{last.state}: step {last.step} of {last.total_steps}, {last.samples_committed} samples")
+        typer.echo(ending(last))
 
 
 @runs.command()

@@ -11,6 +11,7 @@ Exit codes, which restart policies and `draftmill up` act on:
     6  run failed    the run ended early, for the reason given
     7  peer lost     no coordinator answered, or a peer died: a restart may help
     8  stopped       a clean stop on request; the run can be resumed
+    130, 143         a second SIGINT or SIGTERM: ended at once, in the middle of whatever it did
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from services.check.machine import (
     arenas_size,
     check_places,
     check_room,
+    check_worth,
     checkpoint_size,
     host_memory,
     named,
@@ -29,10 +30,11 @@ from services.local.view import size
 
 
 class Report(NamedTuple):
-    """`facts` as (name, value) for people; a run may start when `findings` is empty."""
+    """`facts` as (name, value) for people; a run may start when `findings` is empty, `warnings` or not."""
 
     facts: list[tuple[str, str]]
     findings: list[Finding]
+    warnings: list[Finding]
 
 
 def check(loaded: Loaded) -> Report:
@@ -40,13 +42,13 @@ def check(loaded: Loaded) -> Report:
     model, findings = check_model(loaded)
     data, more = check_data(loaded, model)
     findings += more
-    findings += check_other_files(loaded)
+    findings += check_other_files(loaded, model)
     findings += check_run_folder(loaded, data)
     findings += check_places(loaded, port_is_ours=is_running(loaded.config.run.dir))
     if model is not None:
         findings += check_room(loaded, model)
         findings += check_devices(loaded, model, gpu_memory())
-    return Report(_facts(loaded, model, data if not findings else None), findings)
+    return Report(_facts(loaded, model, data if not findings else None), findings, check_worth(loaded))
 
 
 def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) -> list[tuple[str, str]]:
@@ -57,7 +59,8 @@ def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) 
         facts += [
             (
                 "target",
-                f"{model.folder}, {size(model.weight_bytes)} of weights, {model.rows:,} embedding rows",
+                f"{model.folder}, {size(model.weight_bytes)} of weights, {model.rows:,} embedding rows"
+                + ("" if model.tokenizer else ", no tokenizer: tokenized data only"),
             ),
             (
                 "drafter",

@@ -1,4 +1,7 @@
-"""Whether the prepared dataset fits the plan, the model and its tokenizer. Reads no tokens, only counts."""
+"""Whether the prepared dataset fits the plan, the model and its tokenizer, and files that options name.
+
+Reads counts, and the tokens once, mapped, for the mask token (services/data/token_use.py has the price).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from services.config.sources import Finding
 from services.data.dataset import Dataset
 from services.data.plan import check_lengths
 from services.data.prepare import tokenizer_fingerprint
+from services.data.token_use import occurrences
 from services.data.training_data import TrainingData
+from services.dflash.prompts import read_prompts
 
 
 def check_data(loaded: Loaded, model: ModelFacts | None) -> tuple[TrainingData | None, list[Finding]]:
@@ -39,6 +44,8 @@ def _check_dataset(
     except DataError as error:
         return None, [Finding(subject, str(error))]
     findings = [Finding(subject, rule) for rule in _broken(dataset, model)]
+    if model is not None and (rule := _uses_mask_token(dataset, model.drafter.mask_token_id)):
+        findings.append(Finding(loaded.describe("drafter.mask_token_id", option), rule))
     try:
         check_lengths(dataset.lengths, plan.bucket_edges, plan.token_budget)
     except (DataError, ConfigError) as error:
@@ -46,18 +53,39 @@ def _check_dataset(
     return dataset, findings
 
 
-def check_other_files(loaded: Loaded) -> list[Finding]:
+def check_other_files(loaded: Loaded, model: ModelFacts | None) -> list[Finding]:
     """Files and URLs that options name beside model and data."""
-    config, findings = loaded.config, []
-    if config.eval.prompts and not Path(config.eval.prompts).is_file():
-        findings.append(
-            Finding(loaded.describe("eval.prompts"), "is no file; give a JSONL file or leave it empty")
-        )
+    config, findings = loaded.config, list[Finding]()
+    if config.eval.prompts and (rule := _broken_prompts(Path(config.eval.prompts), config.eval.limit, model)):
+        findings.append(Finding(loaded.describe("eval.prompts"), rule))
     start = config.drafter.init_from
     if start and not (Path(start) / "config.json").is_file():
         rule = "has no config.json; give a drafter's folder in z-lab's layout, or leave it empty"
         findings.append(Finding(loaded.describe("drafter.init_from"), rule))
     return findings
+
+
+def _broken_prompts(file: Path, limit: int, model: ModelFacts | None) -> str:
+    if not file.is_file():
+        return "is no file; give a JSONL file or leave it empty"
+    if model is not None and model.tokenizer is None:
+        return "prompts are text, and the model's folder has no tokenizer; copy it there, or leave them out"
+    try:
+        read_prompts(file, limit)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def _uses_mask_token(dataset: Dataset, row: int) -> str:
+    count, looked = occurrences(dataset, row)
+    if not count:
+        return ""
+    of = "" if looked == dataset.lengths.sum() else f"first {looked:,} of "
+    return (
+        f"token {row}, which stands for what is still to be drafted, is {count:,} times among the {of}"
+        f"{int(dataset.lengths.sum()):,} tokens of the data; choose an embedding row that they never use"
+    )
 
 
 def _broken(dataset: Dataset, model: ModelFacts | None) -> list[str]:

@@ -52,6 +52,8 @@ def check_devices(loaded: Loaded, model: ModelFacts, memory: Mapping[int, int]) 
         places += _evaluators(config, model, len(memory))
     except ConfigError as error:
         yield Finding(loaded.describe("evaluator.gpu"), str(error).removeprefix("evaluator.gpu: "))
+    if config.arena.kind in ("pinned", "cuda_ipc"):
+        yield from _without_gpu(loaded, len(memory))
     for option, gpu, share in places:
         if gpu in memory:
             shares[gpu].append(share)
@@ -68,6 +70,20 @@ def check_devices(loaded: Loaded, model: ModelFacts, memory: Mapping[int, int]) 
                 "recipe.anchors_per_pack, drafter.layers or eval.batch"
             )
             yield Finding(subject, rule)
+
+
+def _without_gpu(loaded: Loaded, count: int) -> Iterator[Finding]:
+    """Roles on a CPU that the arena's kind leaves out: both kinds are filled by a target's GPU."""
+    config, subject = loaded.config, loaded.describe("arena.kind", "target.gpus", "target.count")
+    kind = config.arena.kind
+    targets = [index for index in range(config.target.count) if _gpu(config, "target", index, count) is None]
+    if targets:
+        rule = f"target {targets[0]} is on a CPU, {kind} needs every target on a GPU; use shm or auto"
+        yield Finding(subject, rule)
+    drafters = [n for n in range(config.drafter.count) if _gpu(config, "drafter", n, count) is None]
+    if drafters and not targets and kind == "cuda_ipc":
+        rule = f"drafter {drafters[0]} is on a CPU, which cannot read GPU memory; use pinned or auto"
+        yield Finding(loaded.describe("arena.kind", "drafter.gpus", "drafter.count"), rule)
 
 
 def _roles(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str, int, Share]]:

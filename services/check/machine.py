@@ -5,6 +5,7 @@ Arenas are counted twice for each target, because a dead target's file lives unt
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ PROCESS_BYTES = {"coordinator": 80_000_000, "target": 330_000_000, "drafter": 32
 PROCESS_BYTES_ON_GPU = {"target": 1_120_000_000, "drafter": 1_420_000_000}
 """with a driver's context and pinned buffers."""
 
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs", ""}
 _STATE_COPIES = 3  # float32 masters and AdamW's two moments
 _LONGEST_NAME = "drafter-0123456789ab.inbox"
 
@@ -170,6 +172,33 @@ def _socket_path(loaded: Loaded) -> Iterator[Finding]:
         yield Finding(loaded.describe("arena.dir"), rule)
 
 
+def check_worth(loaded: Loaded) -> list[Finding]:
+    """What works, but less well than its owner may think: to be told, not to be refused."""
+    config, found = loaded.config, list[Finding]()
+    kind = file_system(config.arena.dir)
+    if kind not in _IN_MEMORY:
+        rule = f"on {kind}, which is no memory: packs may wait for a disk; choose a tmpfs, as /dev/shm is"
+        found.append(Finding(loaded.describe("arena.dir"), rule))
+    idle = config.drafter.count - config.plan.packs_per_step
+    if idle > 0:
+        rule = (
+            f"a drafter trains on whole packs, so {idle} of them always wait; more packs, or fewer drafters"
+        )
+        found.append(Finding(loaded.describe("drafter.count", "plan.packs_per_step"), rule))
+    return found
+
+
+def file_system(path: Path) -> str:
+    """Kind of the one that holds `path`, or would: `tmpfs`, `ext4`; "" if the kernel does not tell."""
+    inside, kind, depth = nearest(path).resolve(), "", 0
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mounted, its_kind, *_ = line.split()
+        point = Path(mounted.replace("\\040", " "))
+        if inside.is_relative_to(point) and len(point.parts) >= depth:
+            kind, depth = its_kind, len(point.parts)
+    return kind
+
+
 def _port(loaded: Loaded) -> Iterator[Finding]:
     options = loaded.config.coordinator
     with socket.socket() as probe:
@@ -178,7 +207,8 @@ def _port(loaded: Loaded) -> Iterator[Finding]:
             probe.bind((options.http_host, options.http_port))
         except OSError as error:
             rule = f"cannot listen there ({error.strerror}); choose a free port, or 0 for any"
-            yield Finding(loaded.describe("coordinator.http_host", "coordinator.http_port"), rule)
+            subject = loaded.describe("coordinator.http_host", "coordinator.http_port")
+            yield Finding(subject, rule, in_use=error.errno == errno.EADDRINUSE)
 
 
 def nearest(path: Path) -> Path:

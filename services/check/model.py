@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.errors import ModelError
+from protocol.errors import DataError, ModelError
 from services.config.load import Loaded
 from services.config.schema import Config
 from services.config.sources import Finding
 from services.data.convert import check_vocabulary
-from services.dflash.drafter_config import DrafterConfig, derive
+from services.data.dataset import Dataset
+from services.data.token_use import idle_rows
+from services.dflash.drafter_config import DrafterConfig, derive, misfits, special_ids
 from services.dflash.target_model import check_attention, load_stop_ids, load_text_config, load_tokenizer
+from services.models.hub import check_tokenizer, has_tokenizer
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_OFFERED = 3
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -50,9 +54,12 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
         rows = _embedding_rows(folder) or text_config.vocab_size
         if tokenizer is not None:
             check_vocabulary(tokenizer, rows, str(folder))
-        shape = derive(text_config, loaded.config.drafter, tokenizer, stop_ids=load_stop_ids(folder))
+        stop_ids = load_stop_ids(folder)
+        if findings := list(_misfits(loaded, text_config, tokenizer, stop_ids, rows)):
+            return None, findings
+        shape = derive(text_config, loaded.config.drafter, tokenizer, stop_ids=stop_ids)
     except ModelError as error:
-        return None, [Finding(subject, str(error))]
+        return None, [Finding(subject, str(error).removeprefix(f"model.path = {folder}: "))]
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     loaded_bytes, shared = _loaded_bytes(folder, loaded.config.model.dtype)
     facts = ModelFacts(
@@ -68,9 +75,33 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
     """None: there is none, and none is needed, because the mask token is named and data are tokenized."""
-    if config.drafter.mask_token_id >= 0 and not any(folder.glob("tokenizer*")):
+    if config.drafter.mask_token_id >= 0 and not has_tokenizer(folder):
         return None
+    check_tokenizer(folder, "copy the model's own there; tokenized data also do with a drafter.mask_token_id")
     return load_tokenizer(folder)
+
+
+def _misfits(
+    loaded: Loaded, text_config: Any, tokenizer: Any | None, stop_ids: tuple[int, ...], rows: int
+) -> Iterator[Finding]:
+    for option, rule in misfits(text_config, loaded.config.drafter, tokenizer, stop_ids=stop_ids):
+        if option == "drafter.mask_token_id":
+            rule += _idle_rows(loaded.config, rows, special_ids(text_config, tokenizer, stop_ids))
+        yield Finding(loaded.describe(option), rule)
+
+
+def _idle_rows(config: Config, rows: int, special: set[int]) -> str:
+    """Rows to name, as the dataset shows them; nothing without a dataset."""
+    try:
+        idle = idle_rows(Dataset.open(config.data.path), rows, special)
+    except DataError:
+        return ""  # reported as a finding on data.path
+    if not idle:
+        return (
+            f". The data use all {rows}: add a token and a row to the model (add_special_tokens and "
+            "resize_token_embeddings of Transformers), then prepare the data again"
+        )
+    return f". No sample of data.path uses {', '.join(map(str, idle[-_OFFERED:]))}"
 
 
 def _broken_files(folder: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ from protocol.files import is_alive
 from services.config.fingerprint import differences, identity, model_fingerprint, remedy
 from services.config.load import Loaded
 from services.config.sources import Finding
-from services.data.training_data import TrainingData
+from services.data.training_data import TrainingData, fingerprint_of
 from services.local.status import read_address
 
 LOCK = "coordinator.lock"
@@ -35,7 +35,9 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
     if is_running(config.run.dir):
         return [
             Finding(
-                subject, f"another coordinator runs it ({_where(config.run.dir)}); `draftmill stop` it first"
+                subject,
+                f"another coordinator runs it ({_where(config.run.dir)}); `draftmill stop` it first",
+                in_use=True,
             )
         ]
     if data is None or not (config.run.dir / LEDGER).exists():
@@ -47,9 +49,24 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
         return [Finding(subject, f"{LEDGER}: {error}; restore it from a backup, or choose another run.dir")]
     except ModelError:
         return []  # reported as a finding on model.path
+    began, now = (fingerprint_of(tree.get("dataset", ""), 0) for tree in (recorded, current))
+    if began != now:
+        return [Finding(loaded.describe("data.path", "run.dir"), _other_data(recorded, current, began, now))]
     changed = "; ".join(differences(recorded, current))
     rule = f"its ledger is of other training options: {changed}. {remedy(recorded, current)}"
     return [Finding(subject, rule)] if changed else []
+
+
+def _other_data(recorded: dict[str, Any], current: dict[str, Any], began: str, now: str) -> str:
+    """A run's first dataset is another one than data.path is now, whatever else has changed."""
+    rule = f"the data are not those that the run began with ({now[:12]}, not {began[:12]})"
+    others = differences({**recorded, "dataset": current["dataset"]}, current)
+    if others:
+        return f"{rule}; so differ {'; '.join(others)}. Restore them, or choose another run.dir"
+    return (
+        f"{rule}. Give data.path back what it was; a new dataset takes over from a later epoch on by "
+        'data.later = ["EPOCH:PATH"] and `draftmill extend`. Or choose another run.dir'
+    )
 
 
 def _where(run_dir: Path) -> str:

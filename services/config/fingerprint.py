@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,18 @@ def identity_sha256(tree: Mapping[str, Any]) -> str:
 
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """`recipe.lr: 0.0006 in the run, 0.001 now`, one line each, for two identities."""
+    """`recipe.lr: 0.0006 in the run, 0.001 now`, one line each, for two identities; of hashes 12 digits."""
     old = {"dataset": recorded.get("dataset"), "model": recorded.get("model"), **recorded.get("options", {})}
     new = {"dataset": current.get("dataset"), "model": current.get("model"), **current.get("options", {})}
     return [
-        f"{name}: {old.get(name, 'absent')} in the run, {new.get(name, 'absent')} now"
+        f"{name}: {_short(old.get(name, 'absent'))} in the run, {_short(new.get(name, 'absent'))} now"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
+
+
+def _short(value: Any) -> str:
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", str(value))
 
 
 def remedy(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> str:

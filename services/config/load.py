@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from protocol.errors import ConfigError
+from protocol.errors import AlreadyRunning, ConfigError
 from services.config.names import BY_PATH, OPTIONS
 from services.config.rules import broken_rules
 from services.config.schema import Config
@@ -52,12 +52,15 @@ def load(
     sources = [from_flags(flags), variables, from_file(file) if file else Source()]
     findings = [finding for source in sources for finding in source.findings]
     given = {path: value for source in reversed(sources) for path, value in source.given.items()}
+    unread = any(source.unread for source in sources)  # what is missing may stand there
     unused = {path: Given("", "not used") for path in REQUIRED if path not in needs}
     try:
         config = _assemble([*(source.given for source in sources), unused])
     except ValidationError as error:
-        refuse(findings + _readable(error, given))
+        refuse(findings + _readable(error, given, missing=not unread))
         raise  # every validation error is a finding, so this is not reached
+    if unread:
+        refuse(findings)
     loaded = Loaded(config, {path: value.origin for path, value in given.items()})
     findings += [Finding(loaded.describe(*broken.options), broken.rule) for broken in broken_rules(config)]
     refuse(findings)
@@ -65,12 +68,16 @@ def load(
 
 
 def refuse(findings: Sequence[Finding]) -> None:
-    """Raise one ConfigError for all findings; nothing when there are none."""
-    if findings:
-        count = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
-        raise ConfigError(
-            "\n".join([f"{count} with the configuration", *(f"  - {finding}" for finding in findings)])
-        )
+    """Raise one ConfigError for all findings, AlreadyRunning if each is of something that is in use; nothing
+    when there are none.
+    """
+    if not findings:
+        return
+    lines = "\n".join(f"  - {finding}" for finding in findings)
+    if all(finding.in_use for finding in findings):
+        raise AlreadyRunning(f"another process is in the way\n{lines}")
+    count = "1 problem" if len(findings) == 1 else f"{len(findings)} problems"
+    raise ConfigError(f"{count} with the configuration\n{lines}")
 
 
 class _Layer(PydanticBaseSettingsSource):
@@ -106,8 +113,10 @@ def _assemble(layers: Sequence[Mapping[str, Given]]) -> Config:
     return Assembled().options
 
 
-def _readable(error: ValidationError, given: Mapping[str, Given]) -> list[Finding]:
-    return [finding for problem in error.errors() for finding in _finding(problem, given)]
+def _readable(error: ValidationError, given: Mapping[str, Given], *, missing: bool) -> list[Finding]:
+    """One finding for each problem; options that nobody gave are left out unless `missing`."""
+    problems = [problem for problem in error.errors() if missing or problem["type"] != "missing"]
+    return [finding for problem in problems for finding in _finding(problem, given)]
 
 
 def _finding(problem: Any, given: Mapping[str, Given]) -> list[Finding]:
@@ -125,11 +134,13 @@ def _finding(problem: Any, given: Mapping[str, Given]) -> list[Finding]:
     element = f", element {problem['loc'][3]}" if len(problem["loc"]) > 3 else ""
     source = given.get(path)
     subject = f"{path} = {show(source.value)} ({source.origin})" if source else path
-    return [Finding(subject, f"{_rule(problem['msg'])}{element} ({_meaning(path)})")]
+    return [Finding(subject, f"{_rule(problem)}{element} ({_meaning(path)})")]
 
 
-def _rule(message: str) -> str:
-    return message.replace("Input should be", "must be", 1)
+def _rule(problem: Any) -> str:
+    if problem["type"] == "string_pattern_mismatch":  # which of them is said, a pattern is for machines
+        return "does not have the form that is wanted"
+    return str(problem["msg"]).replace("Input should be", "must be", 1)
 
 
 def _meaning(path: str) -> str:

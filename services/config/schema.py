@@ -64,7 +64,8 @@ class Model(Options):
 class Data(Options):
     path: Path = option(description="prepared dataset (what `draftmill prepare` writes)")
     later: tuple[Annotated[str, Field(pattern=r"^[1-9][0-9]*:.+$")], ...] = option(
-        (), description="datasets that take over, as EPOCH:PATH, epochs from 0 (see `draftmill extend`)"
+        (),
+        description="datasets that take over, as EPOCH:PATH; epoch 0 has data.path (see `draftmill extend`)",
     )
     max_length: Positive = option(3072, description="tokens a sample may have, in `prepare`")
     on_bad_line: Literal["refuse", "skip"] = option("refuse", description="bad input lines in `prepare`")

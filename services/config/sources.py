@@ -31,6 +31,7 @@ class Finding:
 
     subject: str
     rule: str
+    in_use: bool = False  # another live process has it: nothing is wrong with the option
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.rule}"
@@ -42,6 +43,7 @@ class Source:
 
     given: dict[str, Given] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    unread: bool = False  # it is there, and nobody can say what it would have given
 
     def add(self, option: Option, value: Any, origin: str) -> None:
         """Take a value; a second, different one for the same option is a finding."""
@@ -118,7 +120,7 @@ def from_variables(environ: Mapping[str, str]) -> Source:
 
 def from_file(path: Path) -> Source:
     """One TOML file of `[section]` tables."""
-    source = Source()
+    source = Source(unread=True)
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
@@ -130,6 +132,7 @@ def from_file(path: Path) -> Source:
     except tomllib.TOMLDecodeError as error:
         source.findings.append(Finding(f"--config {path}", f"is not TOML: {error}"))
         return source
+    source.unread = False
     lines = _lines_of_keys(text)
     for section, table in tables.items():
         entries = table if isinstance(table, dict) else {"": table}

@@ -23,6 +23,7 @@ from services.data.dataset import Sample
 from services.data.records import BadSample, Conversation, Tokenized, parse
 from services.data.sources import MAX_LINE_BYTES, RawRow, parse_line
 from services.data.turns import ChatTemplate
+from services.models.hub import check_tokenizer, has_tokenizer
 
 TOO_LONG = "too long"
 
@@ -70,19 +71,24 @@ class Converter:
         from transformers import AutoTokenizer
 
         self.recipe = recipe
+        self.tokenizer: Any | None = None  # None: the folder has none, and tokenized rows need none
+        self._encoder: ChatEncoder | None = None
+        if not has_tokenizer(recipe.tokenizer):
+            return
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"model.path = {recipe.tokenizer}: no tokenizer can be loaded: {error}"
             ) from None
-        self._encoder: ChatEncoder | None = None
         check_vocabulary(self.tokenizer, recipe.embedding_rows, recipe.tokenizer)
 
     @property
     def encoder(self) -> ChatEncoder:
         """Made at the first conversation: tokenized rows need no chat template."""
         if self._encoder is None:
+            check_tokenizer(self.recipe.tokenizer, "copy the model's own there, or give tokenized rows")
+            assert self.tokenizer is not None
             template = ChatTemplate(self.tokenizer, self.recipe.thinking, self.recipe.template)
             self._encoder = ChatEncoder(self.tokenizer, template)
         return self._encoder

@@ -21,6 +21,7 @@ from protocol.errors import ModelError
 from services.data.dataset import Dataset, Sample
 from services.data.prepare import tokenizer_fingerprint
 from services.data.statistics import PERCENTILES, describe
+from services.data.token_use import occurrences
 from services.data.turns import ChatTemplate
 from services.dflash.drafter_config import choose_mask_token_id
 
@@ -90,7 +91,7 @@ def _target_warnings(dataset: Dataset, target: Target) -> list[str]:
         names = ", ".join(repr(target.tokenizer.decode([token])) for token in sorted(target.stop_ids))
         found.append(f"no answer ends with a stop token ({names}): the drafter will not learn to stop")
     mask = _mask_row(dataset, target)
-    if mask is not None and (count := _occurrences(dataset, mask)):
+    if mask is not None and (count := occurrences(dataset, mask)[0]):
         name = target.tokenizer.decode([mask])
         found.append(
             f"the mask token {name!r} ({mask}) is in the data, {count} times; set drafter.mask_token_id to a "
@@ -127,10 +128,6 @@ def _mask_row(dataset: Dataset, target: Target) -> int | None:
         return choose_mask_token_id(target.tokenizer, rows, target.stop_ids)
     except ModelError:
         return None  # `draftmill check` says so
-
-
-def _occurrences(dataset: Dataset, token: int) -> int:
-    return sum(int((block.input_ids == token).sum()) for block in dataset.blocks())
 
 
 def _load_target(name: str | None, dataset: Dataset) -> Target | None:

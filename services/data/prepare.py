@@ -238,11 +238,12 @@ def _resume_key(inputs: Sequence[Path], recipe: Recipe, options: Data) -> str:
 
 def _info(inputs: Sequence[Path], converter: Converter, options: Data, counts: Counts) -> dict[str, Any]:
     template = converter.encoder.template.fingerprint if counts.templated else None
+    tokenizer = converter.tokenizer
     return {
         "inputs": [str(path) for path in inputs],
         "model": converter.recipe.tokenizer,
         "embedding_rows": converter.recipe.embedding_rows,
-        "tokenizer_sha256": tokenizer_fingerprint(converter.tokenizer),
+        "tokenizer_sha256": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
         "template_sha256": template,
         "thinking": options.thinking,
         "max_length": options.max_length,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from protocol.errors import ModelError
 from services.config import schema
@@ -56,11 +56,7 @@ class DrafterConfig:
             raise ModelError(
                 f"block_size {self.block_size}: a block is one clean token and drafts; use 2 or more"
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ModelError(
-                f"mask_token_id {self.mask_token_id}: the target's embedding has rows 0.."
-                f"{self.vocab_size - 1} and none can be added; choose an existing row that data never uses"
-            )
+        _check_mask_row(self.mask_token_id, self.vocab_size)
 
     @property
     def taps(self) -> int:
@@ -104,6 +100,21 @@ class DrafterConfig:
             ) from error
 
 
+class Misfit(NamedTuple):
+    """An option of the schema that does not fit the target, and the rule with its remedy."""
+
+    option: str
+    rule: str
+
+
+def _check_mask_row(row: int, rows: int) -> None:
+    if not 0 <= row < rows:
+        raise ModelError(
+            f"mask_token_id {row}: the target's embedding has rows 0..{rows - 1} and none can be added; "
+            "choose an existing row that data never uses"
+        )
+
+
 def _check_taps(ids: tuple[int, ...], target_layers: int) -> None:
     if not ids:
         raise ModelError("target_layer_ids (): at least one tapped layer is needed")
@@ -118,10 +129,7 @@ def _check_taps(ids: tuple[int, ...], target_layers: int) -> None:
                 f"target_layer_ids {ids}: {tap} is no layer; the target has layers 0..{target_layers - 1}"
             )
     if len(set(ids)) != len(ids):
-        raise ModelError(
-            f"target_layer_ids {ids}: a layer is tapped twice; use fewer taps or name them (the target has "
-            f"{target_layers} layers)"
-        )
+        raise ModelError(f"target_layer_ids {ids}: a layer is tapped twice; name each once")
 
 
 def _check_attention(config: DrafterConfig) -> None:
@@ -148,6 +156,28 @@ def spread_taps(target_layers: int, taps: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps))
 
 
+def most_taps(target_layers: int) -> int:
+    """How many `spread_taps` can spread: one a layer from 1 to N-3, and one in the middle of three layers."""
+    return max(target_layers - 3, min(1, target_layers // 3))
+
+
+def misfits(
+    text_config: Any, options: schema.Drafter, tokenizer: Any | None, *, stop_ids: tuple[int, ...] = ()
+) -> list[Misfit]:
+    """What a target lacks for these options, all of it at once; `derive` raises the first."""
+    found = []
+    taps = "drafter.target_layer_ids" if options.target_layer_ids else "drafter.taps"
+    for option, choose in (
+        (taps, lambda: _taps(text_config, options)),
+        ("drafter.mask_token_id", lambda: _mask_row(text_config, options.mask_token_id, tokenizer, stop_ids)),
+    ):
+        try:
+            choose()
+        except ModelError as error:
+            found.append(Misfit(option, str(error).partition(": ")[2]))
+    return found
+
+
 def derive(
     text_config: Any, options: schema.Drafter, tokenizer: Any | None, *, stop_ids: tuple[int, ...] = ()
 ) -> DrafterConfig:
@@ -172,7 +202,7 @@ def derive(
         head_dim=options.head_dim or head_dim,
         vocab_size=text_config.vocab_size,
         num_target_layers=target_layers,
-        target_layer_ids=options.target_layer_ids or spread_taps(target_layers, options.taps),
+        target_layer_ids=_taps(text_config, options),
         block_size=options.block_size,
         mask_token_id=_mask_row(text_config, options.mask_token_id, tokenizer, stop_ids),
         rms_norm_eps=_first(
@@ -187,6 +217,19 @@ def derive(
         final_logit_softcapping=softcap,
         tie_word_embeddings=bool(getattr(text_config, "tie_word_embeddings", False)),
     )
+
+
+def _taps(config: Any, options: schema.Drafter) -> tuple[int, ...]:
+    layers = config.num_hidden_layers
+    if options.target_layer_ids:
+        _check_taps(options.target_layer_ids, layers)
+        return options.target_layer_ids
+    most = most_taps(layers)
+    if options.taps <= most:
+        return spread_taps(layers, options.taps)
+    fits = f"at most {most} can be spread; lower drafter.taps to {most}" if most else "too few for any"
+    more = ", or name drafter.target_layer_ids (any but the last)" if layers > 1 else ""
+    raise ModelError(f"drafter.taps {options.taps}: the target has {layers} layers, {fits}{more}")
 
 
 def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
@@ -246,7 +289,8 @@ def _token_ids(*values: int | list[int] | tuple[int, ...] | None) -> set[int]:
     return found
 
 
-def _special_ids(config: Any, tokenizer: Any | None, stop_ids: tuple[int, ...]) -> set[int]:
+def special_ids(config: Any, tokenizer: Any | None, stop_ids: tuple[int, ...]) -> set[int]:
+    """Pad, eos, bos and stop tokens: data have them, whatever their texts say."""
     names = ("pad_token_id", "eos_token_id", "bos_token_id")
     return _token_ids(
         stop_ids, *(getattr(owner, name, None) for owner in (config, tokenizer) for name in names)
@@ -254,16 +298,19 @@ def _special_ids(config: Any, tokenizer: Any | None, stop_ids: tuple[int, ...]) 
 
 
 def _mask_row(config: Any, wanted: int, tokenizer: Any | None, stop_ids: tuple[int, ...]) -> int:
-    special = _special_ids(config, tokenizer, stop_ids)
+    special = special_ids(config, tokenizer, stop_ids)
     if wanted >= 0:
         if wanted in special:
             raise ModelError(
                 f"drafter.mask_token_id {wanted}: it is the target's pad, eos, bos or stop token, which data "
                 "uses; choose a row that data never uses"
             )
+        _check_mask_row(wanted, config.vocab_size)
         return wanted
     if tokenizer is None:
-        raise ModelError("drafter.mask_token_id -1: no tokenizer to choose from; name the row")
+        raise ModelError(
+            "drafter.mask_token_id -1: no tokenizer to choose from; name a row that your data never uses"
+        )
     return choose_mask_token_id(tokenizer, config.vocab_size, special)
 
 
@@ -277,7 +324,7 @@ def choose_mask_token_id(
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = (
-        special | _special_ids(None, tokenizer, ()) | _token_ids(getattr(tokenizer, "unk_token_id", None))
+        special | special_ids(None, tokenizer, ()) | _token_ids(getattr(tokenizer, "unk_token_id", None))
     )
 
     def usable(ids: list[int]) -> list[int]:
@@ -299,7 +346,7 @@ def choose_mask_token_id(
     added = usable([token for text, token in tokenizer.get_added_vocab().items() if text not in template])
     if not added:
         raise ModelError(
-            f"drafter.mask_token_id -1: none of the {embedding_rows} embedding rows is a mask, reserved, "
-            "unused or idle special token; name a row that your data never uses"
+            f"drafter.mask_token_id -1: none of the target's {embedding_rows} embedding rows is a mask, "
+            "reserved, unused or idle special token; name a row that your data never uses"
         )
     return added[-1]

@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 from protocol.errors import DataError
 
 
+class Asked(NamedTuple):
+    messages: list[dict[str, str]]
+    domain: str
+
+
 class Prompt(NamedTuple):
     ids: tuple[int, ...]
     domain: str
@@ -25,18 +30,25 @@ def load_prompts(path: Path, tokenizer: Any, *, limit: int = 0, **template_optio
 
     `template_options` go to the chat template (`enable_thinking=False`, say).
     """
+    return [
+        Prompt(encode_chat(tokenizer, asked.messages, **template_options), asked.domain, number)
+        for number, asked in enumerate(read_prompts(path, limit))
+    ]
+
+
+def read_prompts(path: Path, limit: int = 0) -> list[Asked]:
+    """The same as text, for who has no tokenizer."""
     if not path.is_file():
         raise DataError(f"prompts {path}: no such file; name a JSONL file of prompts")
-    prompts: list[Prompt] = []
+    prompts: list[Asked] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         if limit and len(prompts) == limit:
             break
         row = _parse(path, number, line)
-        ids = encode_chat(tokenizer, _messages(path, number, row), **template_options)
         domain = str(row.get("domain") or row.get("category") or "")
-        prompts.append(Prompt(ids, domain, len(prompts)))
+        prompts.append(Asked(_messages(path, number, row), domain))
     if not prompts:
         raise DataError(
             f"prompts {path}: it holds none; one JSON object a line with `prompt`, `messages` or `turns`"
@@ -69,7 +81,12 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
 def _messages(path: Path, number: int, row: dict[str, Any]) -> list[dict[str, str]]:
     if row.get("messages"):
         messages: list[dict[str, str]] = row["messages"]
-        return messages[:-1] if messages[-1].get("role") == "assistant" else messages
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise DataError(f"prompts {path}, line {number}: `messages` must be a list of {{role, content}}")
+        messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not messages:
+            raise DataError(f"prompts {path}, line {number}: `messages` has an answer only, and no question")
+        return messages
     text = row.get("prompt") or (row.get("turns") or [None])[0]
     if not isinstance(text, str):
         raise DataError(

@@ -31,6 +31,7 @@ from transformers.utils import cached_file
 from protocol.errors import ModelError
 from services.dflash.drafter_config import logit_rules
 from services.dflash.head import FrozenHead
+from services.models.hub import check_tokenizer
 
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -203,6 +204,7 @@ def _load_config(path: str | Path) -> Any:
 
 def load_tokenizer(path: str | Path) -> Any:
     """The target's tokenizer. Raises `ModelError`."""
+    check_tokenizer(path, "copy the model's own there")
     with _model_errors(path):
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
 

@@ -12,20 +12,34 @@ from services.local.advice import advice, side
 from services.local.status import Status, fetch, read_address
 from services.local.view import render
 
+_OVER = {"finished", "stopped", "failed"}
+
 
 def status_report(status: Status) -> RenderableType:
-    """The live view, then every slot with its holder, checkpoints and advice."""
+    """The live view, then every slot with its holder, checkpoints, and advice or how the run ended."""
     slots = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("role", "epoch", "batch", "state", "held by"):
         slots.add_column(title)
     for role in status.roles:
         for slot in role.slots:
-            epoch, batch = map(str, slot.batch)
-            slots.add_row(f"{role.role}-{role.index}", epoch, batch, slot.state, slot.holder or "")
+            epoch, batch = slot.batch
+            name = f"{role.role}-{role.index}"  # epochs count from 1, as in the view above
+            slots.add_row(name, str(epoch + 1), str(batch), slot.state, slot.holder or "")
     outcomes = f"ledger: {status.batches.committed} batches committed, {status.batches.failed} failed"
     kept = ", ".join(checkpoint.name for checkpoint in status.checkpoints) or "none"
-    lines = [outcomes, f"checkpoints: {kept}", *_evaluated(status), advice(status)]
+    lines = [outcomes, f"checkpoints: {kept}", *_evaluated(status)]
+    lines.append(ending(status) if status.state in _OVER else advice(status))
     return Group(render(status, {}), slots, *lines)
+
+
+def ending(status: Status) -> str:
+    """One line: how a run that is over ended, and what follows from it."""
+    at = f"step {status.step} of {status.total_steps}"
+    if status.state == "finished":
+        return f"finished: {status.step} steps, {status.samples_committed} samples"
+    if status.state == "failed":
+        return f"failed at {at}: {status.reason}"
+    return f"{status.state} at {at}; `draftmill up` resumes it"
 
 
 def _evaluated(status: Status) -> list[str]:

@@ -16,17 +16,26 @@ from services.config.load import REQUIRED, Loaded, load
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _WANTED = ("*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
 _WEIGHTS = "*.safetensors"
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken")
 _OTHER_COPIES = ("original/*", "consolidated*", "onnx/*")
 
 
 def load_local(
     file: Path | None = None, flags: Sequence[tuple[str, str]] = (), needs: Sequence[str] = REQUIRED,
-    *, weights: bool = True,
+    *, weights: bool = True, missing_ok: bool = False,
 ) -> Loaded:  # fmt: skip
-    """As `load`, with the target's files (or all but its weights) here. Raises ConfigError, ModelError."""
+    """As `load`, with the target's files (or all but its weights) here.
+
+    Raises ConfigError, and ModelError when they are nowhere; with `missing_ok` who opens the folder says so.
+    """
     loaded = load(file, flags, needs=needs)
     model = loaded.config.model
     folder = local_folder(model.path, weights=weights)
+    if not missing_ok and not Path(folder).is_dir():  # loaders would ask the hub for it, half a minute long
+        raise ModelError(
+            f"model.path = {folder}: is no folder; give the local folder of a model, with config.json and "
+            "*.safetensors, or a hub id (ORGANISATION/NAME)"
+        )
     if folder == model.path:
         return loaded
     changed = loaded.config.model_copy(update={"model": model.model_copy(update={"path": folder})})
@@ -54,6 +63,21 @@ def local_folder(path: str, cache: Path | None = None, *, weights: bool = True) 
             f"model.path {path}: no such folder, and as a hub id it is not in the local cache and cannot be "
             f"downloaded ({why}); run `hf download {path}` where there is a network, or give a folder"
         ) from error
+
+
+def check_tokenizer(path: str | Path, remedy: str) -> None:
+    """Raise ModelError for a folder without tokenizer files, out of which loaders would make an empty one."""
+    if not has_tokenizer(path):
+        raise ModelError(
+            f"model.path = {path}: there is no tokenizer in it (tokenizer.json, tokenizer_config.json); "
+            f"{remedy}"
+        )
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Of a hub id its loader knows."""
+    folder = Path(path)
+    return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
 
 
 def _first_line(error: OSError) -> str:

@@ -12,11 +12,15 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from protocol.files import FileLock
-from services.check.check import check
+from services.check.check import Report, check
+from services.check.devices import check_devices
+from services.check.machine import file_system
+from services.check.model import check_model
 from services.config.fingerprint import identity, model_fingerprint
-from services.config.load import load
+from services.config.load import Loaded, load
 from services.coordinator.ledger import Ledger
 from services.data.dataset import Dataset, Sample
+from services.data.token_use import occurrences
 from services.data.writer import write_dataset
 
 ROWS = 64
@@ -67,16 +71,23 @@ def place(tmp_path_factory, good_model):
 
 def looked(place: Path, **options: str) -> list[str]:
     """Findings as text; the disk must be what it was."""
+    return [str(finding) for finding in report(place, **options).findings]
+
+
+def report(place: Path, **options: str) -> Report:
+    loaded, before = loaded_with(place, **options), snapshot(place)
+    found = check(loaded)
+    assert snapshot(place) == before
+    return found
+
+
+def loaded_with(place: Path, **options: str) -> Loaded:
     words = {
         "run.dir": place / "run", "model.path": place / "model", "data.path": place / "data",
         "arena.dir": place / "shm", "plan.token_budget": "96", "plan.bucket_edges": "16,32",
         "drafter.taps": "2", "drafter.layers": "1", "coordinator.http_port": "0",
     } | {name.replace("__", "."): value for name, value in options.items()}  # fmt: skip
-    loaded = load(None, [(f"--{name}", str(value)) for name, value in words.items()], {})
-    before = snapshot(place)
-    findings = [str(finding) for finding in check(loaded).findings]
-    assert snapshot(place) == before
-    return findings
+    return load(None, [(f"--{name}", str(value)) for name, value in words.items()], {})
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -148,11 +159,57 @@ def test_taps_that_the_target_does_not_have(place):
     assert "5" in the_one(looked(place, drafter__target_layer_ids="1,5"))
 
 
-def test_a_model_without_tokenizer_will_do_if_the_mask_token_is_named(place):
+def test_too_many_taps_name_the_option_and_how_many_fit(place):
+    found = the_one(looked(place, drafter__taps="5"))
+    assert found.startswith("drafter.taps = 5 (--drafter.taps): the target has 6 layers, at most 3 can be")
+
+
+def test_a_model_without_a_spare_row_is_offered_those_that_the_data_leave(place):
+    write_tokenizer(place / "model", ROWS)
+    findings = looked(place, drafter__taps="5")
+    assert [found.split(" = ")[0] for found in findings] == ["drafter.taps", "drafter.mask_token_id"]
+    assert "name a row that your data never uses. No sample of data.path uses 61, 62, 63" in findings[1]
+    write_dataset(place / "each", [Sample(np.arange(ROWS, dtype=np.int32), np.ones(ROWS, np.uint8))], {})
+    assert "The data use all 64" in the_one(looked(place, data__path=place / "each", plan__bucket_edges="96"))
+    assert looked(place, drafter__mask_token_id="61") == []
+
+
+def test_a_mask_token_that_the_data_use_is_refused_with_its_count(place):
+    marked = np.array([5, 60, 7, 60, 9, 8], np.int32)
+    write_dataset(place / "marked", [Sample(marked, np.ones(6, np.uint8))] * 3, {})
+    found = the_one(looked(place, data__path=place / "marked"))
+    assert found.startswith("drafter.mask_token_id = -1 (default), data.path = ")
+    assert "token 60, which stands for what is still to be drafted, is 6 times among the 18 tokens" in found
+    assert looked(place, data__path=place / "marked", drafter__mask_token_id="61") == []
+    assert "is 3 times" in the_one(looked(place, data__path=place / "marked", drafter__mask_token_id="9"))
+    assert occurrences(Dataset.open(place / "marked"), 60, look_tokens=8) == (3, 8)
+
+
+def test_a_model_without_tokenizer_will_do_if_the_mask_token_is_named_and_nothing_is_text(place):
     for file in (place / "model").glob("tokenizer*"):
         file.unlink()
     assert looked(place, drafter__mask_token_id="60") == []
-    assert "model.path" in the_one(looked(place))
+    found = the_one(looked(place))
+    assert found.startswith("model.path") and "there is no tokenizer in it (tokenizer.json" in found
+    (place / "held.jsonl").write_text('{"prompt": "w5"}\n')
+    found = the_one(looked(place, drafter__mask_token_id="60", eval__prompts=place / "held.jsonl"))
+    assert found.startswith("eval.prompts") and "the model's folder has no tokenizer" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"prompt": "w5"}\n{"messages": [', "line 2: not JSON"),
+        ('{"text": "w5"}\n', "line 1: keys ['text']"),
+        ('{"messages": "w5"}\n', "line 1: `messages` must be a list"),
+        ('{"messages": [{"role": "assistant", "content": "w5"}]}\n', "an answer only"),
+        ("\n", "holds none"),
+    ],
+)
+def test_prompts_that_no_evaluation_could_read(place, text, rule):
+    (place / "held.jsonl").write_text(text)
+    found = the_one(looked(place, eval__prompts=place / "held.jsonl"))
+    assert found.startswith("eval.prompts = ") and rule in found
 
 
 def test_samples_without_supervision(tmp_path, place):
@@ -195,8 +252,36 @@ def test_a_port_that_is_taken(place):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        found = the_one(looked(place, coordinator__http_port=str(other.getsockname()[1])))
-    assert "cannot listen there (Address already in use)" in found
+        found = report(place, coordinator__http_port=str(other.getsockname()[1])).findings
+    assert "cannot listen there (Address already in use)" in the_one([str(finding) for finding in found])
+    assert found[0].in_use
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "rule"),
+    [
+        ({"arena__kind": "pinned"}, 0, "target 0 is on a CPU, pinned needs every target on a GPU"),
+        ({"arena__kind": "cuda_ipc", "target__count": "2"}, 1, "target 1 is on a CPU, cuda_ipc needs"),
+        ({"arena__kind": "cuda_ipc", "drafter__gpus": "cpu"}, 1, "drafter 0 is on a CPU, which cannot read"),
+        ({"arena__kind": "pinned", "drafter__gpus": "cpu"}, 1, ""),
+        ({"arena__kind": "cuda_ipc"}, 1, ""),
+        ({"arena__kind": "auto", "target__gpus": "cpu"}, 1, ""),
+    ],
+)
+def test_kinds_of_arenas_that_need_a_gpu(place, options, gpus, rule):
+    loaded = loaded_with(place, **options)
+    model, _ = check_model(loaded)
+    found = [str(finding) for finding in check_devices(loaded, model, dict.fromkeys(range(gpus), 1 << 40))]
+    assert ([rule] if rule else []) == [rule for one in found if rule and rule in one] and len(found) <= 1
+
+
+def test_what_works_but_less_well_is_a_warning(place):
+    assert file_system(Path("/proc/self")) == "proc"
+    found = report(place, drafter__count="3", plan__packs_per_step="1", arena__dir="/dev/shm/draftmill")
+    assert found.findings == []
+    assert "2 of them always wait" in the_one(
+        [str(w) for w in found.warnings if not str(w).startswith("arena")]
+    )
 
 
 def test_a_folder_whose_sockets_would_have_too_long_names(place):
@@ -271,7 +356,13 @@ def test_other_data_for_a_run_that_exists_is_refused_with_the_way(place):
     found = the_one(looked(place, data__later=f"1:{place / 'more'}", run__epochs="2"))
     assert "run.epochs: 1 in the run, 2 now" in found and "`draftmill extend`" in found
     found = the_one(looked(place, data__path=place / "more", recipe__lr="0.1"))
-    assert "dataset: " in found and "extend" not in found
+    assert found.startswith("data.path = ") and "recipe.lr: 0.0006 in the run, 0.1 now" in found
+    assert "extend" not in found
+    found = the_one(looked(place, data__path=place / "more"))
+    assert found.startswith(f"data.path = {place / 'more'} (--data.path), run.dir = ")
+    began, now = (Dataset.open(place / name).fingerprint for name in ("data", "more"))
+    assert f"({now[:12]}, not {began[:12]})" in found and began not in found
+    assert 'data.later = ["EPOCH:PATH"] and `draftmill extend`' in found
 
 
 def test_a_truncated_ledger(place):

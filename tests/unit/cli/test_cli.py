@@ -9,8 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from protocol.errors import ConfigError
 from protocol.files import FileLock
+from services.cli_eval import device_named
 from services.config.names import OPTIONS
 from services.lifecycle import ExitCode
 
@@ -72,6 +75,30 @@ def test_an_unknown_command_or_plain_flag_is_a_usage_error():
     assert ran.returncode == ExitCode.USAGE
     assert "train" in ran.stderr or "No such command" in ran.stderr
     assert draftmill("check", "--confg", "x").returncode == ExitCode.USAGE
+    ran = draftmill("up", "--block-size", "8", "--seed=1", "--config", "--gpus")
+    assert ran.returncode == ExitCode.USAGE
+    assert "--block-size: did you mean --drafter.block-size?" in ran.stderr
+    assert "--seed=1: did you mean --run.seed?" in ran.stderr
+    assert "--gpus: did you mean --target.gpus or --drafter.gpus?" in ran.stderr
+
+
+def test_prepare_says_where_the_rows_are_that_it_left_out(tmp_path):
+    LlamaConfig(vocab_size=32).save_pretrained(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text('{"input_ids": [1, 2, 3], "prompt_length": 1}\n{"text": "a"}\n')
+    words = ["--model.path", "model", "--data.path", "data", "--data.on-bad-line", "skip"]
+    ran = draftmill("prepare", "in.jsonl", *words, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["skipped"] == {"shape": 1}
+    assert "1 row left out, with the reason: data/skipped.jsonl" in ran.stderr
+    assert (tmp_path / "data" / "skipped.jsonl").is_file()
+
+
+def test_a_device_that_is_not_there_is_an_option_that_is_wrong():
+    assert device_named("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="--device cuda:99: there is no GPU 99 here"):
+        device_named("cuda:99")
+    with pytest.raises(ConfigError, match="--device gpu: a device is cpu, or a GPU as torch counts them"):
+        device_named("gpu")
 
 
 def test_status_and_stop_of_a_run_that_does_not_run(tmp_path):
@@ -149,7 +176,29 @@ def test_status_tells_what_is_held_by_whom(live_run):
 def test_stop_asks_waits_for_the_end_and_tells_it(live_run):
     ran = draftmill("stop", str(live_run))
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "stopping: step 3 of 9, 0 samples\n"
+    assert ran.stdout == "stopping at step 3 of 9; `draftmill up` resumes it\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ({"state": "stopped"}, "stopped at step 3 of 9; `draftmill up` resumes it"),
+        ({"state": "finished", "step": 9, "samples_committed": 48}, "finished: 9 steps, 48 samples"),
+        ({"state": "failed", "reason": "too many failed"}, "failed at step 3 of 9: too many failed"),
+    ],
+)
+def test_a_run_that_is_over_tells_how_it_ended(tmp_path, end, said):
+    (tmp_path / "coordinator.json").write_text(json.dumps({"http": "http://127.0.0.1:9"}))
+    for command in ("status", "stop"):
+        ran = draftmill(command, str(tmp_path))
+        assert ran.returncode == ExitCode.PEER_LOST
+        assert "ended without telling how far it was; `draftmill up` resumes it" in ran.stderr
+    (tmp_path / "result.json").write_text(json.dumps(STATUS | end))
+    for command in ("status", "stop"):
+        ran = draftmill(command, str(tmp_path))
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.splitlines()[-1] == said
+    assert json.loads(draftmill("status", str(tmp_path), "--json").stdout) == STATUS | end
 
 
 def test_keys_are_made_once(tmp_path):

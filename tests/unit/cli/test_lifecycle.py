@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -132,6 +133,7 @@ def test_a_stopped_process_is_not_stuck_when_it_goes_on():
     code = """
 print("ready", flush=True)
 import sys
+from pathlib import Path
 sys.stdin.readline()
 dog.stop()
 print("done", flush=True)
@@ -160,3 +162,9 @@ threading.Event().wait(60)
     _, err = process.communicate(timeout=30)
     assert process.returncode == ExitCode.REFUSED
     assert "thread failed" in err
+
+
+def test_the_page_for_operators_has_every_status():
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
+    for code in ExitCode:
+        assert f"\n| {code.value} | {code.name.lower().replace('_', ' ')} |" in page, code

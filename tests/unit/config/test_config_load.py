@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from services.config.load import load
+from protocol.errors import AlreadyRunning, ConfigError
+from services.config.load import load, refuse
 from services.config.names import ALIASES, BY_PATH, OPTIONS
-from services.config.sources import split_flags
+from services.config.sources import Finding, split_flags
 
 NEEDED = {"DFLASH_MODEL_PATH": "models/m", "DFLASH_DATA_PATH": "data/d"}
 
@@ -124,6 +124,21 @@ def test_a_bad_file_is_one_finding_among_the_others(tmp_path, text, says):
     message = refused(file=file, environ={"DFLASH_TARGET_SLOTS": "0"})
     assert says in message
     assert "target.slots = 0" in message
+    assert "must be given" not in refused(file=file, environ={})  # it may stand in the file
+
+
+def test_a_pattern_is_explained_in_words():
+    message = refused(flags=[("--data.later", "x:data/b")], environ=NEEDED)
+    assert "data.later = x:data/b (--data.later): does not have the form that is wanted" in message
+    assert "as EPOCH:PATH" in message and "[1-9]" not in message
+
+
+def test_what_is_in_use_by_another_process_is_another_error_than_what_is_wrong():
+    busy, wrong = Finding("port", "taken", in_use=True), Finding("model.path", "is no folder")
+    with pytest.raises(AlreadyRunning):
+        refuse([busy, busy])
+    with pytest.raises(ConfigError, match="2 problems"):
+        refuse([busy, wrong])
 
 
 def test_rules_between_options_name_values_and_origins():

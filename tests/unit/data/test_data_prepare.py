@@ -256,6 +256,14 @@ def test_tokenized_rows_need_no_template(tmp_path, model):
 
 
 @pytest.mark.process
+def test_tokenized_rows_need_no_tokenizer_and_chats_say_that_there_is_none(tmp_path):
+    LlamaConfig(vocab_size=ROWS).save_pretrained(tmp_path / "bare")
+    info, data = run(tmp_path, str(tmp_path / "bare"), write_lines(tmp_path / "a.jsonl", [tokenized(5)]))
+    assert len(data) == 1 and info["tokenizer_sha256"] is None
+    with pytest.raises(ModelError, match=r"there is no tokenizer in it .* or give tokenized rows"):
+        run(tmp_path / "chats", str(tmp_path / "bare"), write_lines(tmp_path / "b.jsonl", [chat()]))
+
+
 def test_an_interrupted_prepare_leaves_the_disk_unchanged(tmp_path, model):
     path = write_lines(tmp_path / "in.jsonl", [chat(at) for at in range(600)])
 

@@ -16,7 +16,14 @@ from transformers import (
 
 from protocol.errors import ModelError
 from services.config.schema import Drafter as Options
-from services.dflash.drafter_config import DrafterConfig, choose_mask_token_id, derive, spread_taps
+from services.dflash.drafter_config import (
+    DrafterConfig,
+    choose_mask_token_id,
+    derive,
+    misfits,
+    most_taps,
+    spread_taps,
+)
 
 OPTIONS = Options(layers=2, taps=3, block_size=8, mask_token_id=96)
 
@@ -58,9 +65,31 @@ def test_wrong_taps_are_refused(ids, rule):
         drafter_config(target_layer_ids=ids)
 
 
-def test_too_many_taps_for_a_shallow_target_are_refused():
-    with pytest.raises(ModelError, match="twice"):
-        derive(Qwen3Config(num_hidden_layers=4, vocab_size=97), OPTIONS, None)
+@given(layers=st.integers(1, 60))
+def test_as_many_taps_are_spread_as_is_said_and_no_more(layers):
+    most = most_taps(layers)
+    for taps in range(1, most + 2):
+        ids = spread_taps(layers, taps)
+        ascend = list(ids) == sorted(set(ids))
+        assert (taps <= most) == (ascend and max(ids) <= layers - 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "rule"),
+    [(7, "lower drafter.taps to 4"), (4, "lower drafter.taps to 1"), (2, "too few for any"), (1, "too few")],
+)
+def test_too_many_taps_for_a_shallow_target_name_how_many_fit(layers, rule):
+    options = OPTIONS.model_copy(update={"taps": 20})
+    with pytest.raises(ModelError, match=rf"^drafter\.taps 20: the target has {layers} layers, .*{rule}"):
+        derive(Qwen3Config(num_hidden_layers=layers, vocab_size=97), options, None)
+
+
+def test_all_that_a_target_lacks_is_said_at_once():
+    small = Qwen3Config(num_hidden_layers=4, vocab_size=90)
+    options = OPTIONS.model_copy(update={"mask_token_id": -1})
+    found = misfits(small, options, tokenizer())
+    assert [fault.option for fault in found] == ["drafter.taps", "drafter.mask_token_id"]
+    assert misfits(FAMILIES["qwen3"], OPTIONS, None) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

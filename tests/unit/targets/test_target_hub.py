@@ -9,7 +9,12 @@ from huggingface_hub import constants
 from target_families import FAMILIES, model_of
 
 from protocol.errors import ModelError
-from services.dflash.target_model import load_embedding_and_head, load_stop_ids, load_target
+from services.dflash.target_model import (
+    load_embedding_and_head,
+    load_stop_ids,
+    load_target,
+    load_tokenizer,
+)
 from services.models.hub import load_local, local_folder
 
 
@@ -60,3 +65,16 @@ def test_an_unknown_hub_id_is_refused_with_the_remedy(offline):
 def test_folders_and_what_cannot_be_a_hub_id_stay_as_they_are(offline, tmp_path):
     for path in (str(tmp_path), "nowhere", "/no/such/folder", "a/b/c", ""):
         assert local_folder(path, offline) == path
+
+
+@pytest.mark.parametrize("path", ["nowhere", "/no/such/folder"])
+def test_who_needs_the_files_is_told_at_once_that_there_is_no_folder(offline, path):
+    flags = [("--model.path", path), ("--data.path", "data")]
+    with pytest.raises(ModelError, match=f"^model.path = {path}: is no folder; give the local folder"):
+        load_local(None, flags)
+    assert load_local(None, flags, missing_ok=True).config.model.path == path
+
+
+def test_a_folder_without_tokenizer_files_is_not_given_an_empty_tokenizer(tmp_path):
+    with pytest.raises(ModelError, match=r"there is no tokenizer in it \(tokenizer.json"):
+        load_tokenizer(tmp_path)
