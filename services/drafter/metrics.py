@@ -119,7 +119,8 @@ class Phases:
         self._open.clear()
 
     def totals(self) -> dict[str, float]:
-        return {f"phase_{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        """From any thread; of a copy, since the trainer's may begin a phase meanwhile."""
+        return {f"phase_{name}_seconds": seconds for name, seconds in self.seconds.copy().items()}
 
 
 class Window:

@@ -46,6 +46,19 @@ def test_phases_add_up_also_when_what_they_time_fails():
     assert phases.totals()["phase_step_seconds"] > first > 0.0
 
 
+def test_totals_may_be_read_while_a_phase_begins():
+    """Thread intake reports them while the trainer's thread works."""
+    phases = Phases(CPU)
+
+    class Name(str):
+        def __format__(self, spec: str) -> str:
+            phases.seconds[f"begun while {self!s} was read"] += 1.0
+            return str(self)
+
+    phases.seconds[Name("step")] = 2.0
+    assert phases.totals() == {"phase_step_seconds": 2.0}
+
+
 def test_a_window_logs_what_the_totals_gained(caplog):
     times = iter([0.0, 1.0, 10.0, 10.0])
     window = Window(5.0, lambda: next(times))
