@@ -116,11 +116,12 @@ def _endpoint(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("coordinator.endpoint",), "the control plane speaks ipc:// and tcp:// only; empty: ipc://"
         )
-    if endpoint.startswith("tcp://") and not config.coordinator.insecure:
+    if endpoint.startswith("tcp://") and not config.coordinator.keys and not config.coordinator.insecure:
         rule = (
-            "tcp:// without keys lets anybody in; use ipc://, or set coordinator.insecure on a closed network"
+            "tcp:// without CURVE keys lets anybody command the run; make keys with `draftmill keys`, use "
+            "ipc://, or set coordinator.insecure on a closed network"
         )
-        yield Broken(("coordinator.endpoint",), rule)
+        yield Broken(("coordinator.endpoint", "coordinator.keys"), rule)
 
 
 def _slots(config: Config) -> Iterator[Broken]:

@@ -54,5 +54,13 @@ def test_each_rule_names_its_options(sections, option):
     assert [found for found in broken if option in found.options], broken
 
 
+@pytest.mark.parametrize("allowed", [{"keys": "folder"}, {"insecure": True}])
+def test_tcp_is_for_those_with_keys_or_on_a_closed_network(allowed):
+    tcp = {"endpoint": "tcp://0.0.0.0:1"}
+    (broken,) = broken_rules(make(coordinator=tcp))
+    assert broken.options == ("coordinator.endpoint", "coordinator.keys")
+    assert broken_rules(make(coordinator=tcp | allowed)) == []
+
+
 def test_a_cap_that_just_fits_is_allowed():
     assert broken_rules(make(coordinator={"in_flight_cap_packs": 7}, target={"slots": 7})) == []
