@@ -83,7 +83,7 @@ def _devices(config: Config) -> Iterator[Broken]:
         ("drafter.gpus", config.drafter.gpus),
         ("evaluator.gpu", evaluator),
     ):
-        if strange := [name for name in names if not re.fullmatch(r"cpu|(cuda:)?\d+", name)]:
+        if strange := [name for name in names if not re.fullmatch(r"cpu|(cuda:)?(0|[1-9][0-9]*)", name)]:
             rule = f"{', '.join(strange)}: a device is the number of a GPU as torch counts them, or cpu"
             yield Broken((option,), rule)
 

@@ -1,6 +1,7 @@
 """Each rule between options, and what the default configuration allows."""
 
 import pytest
+import torch
 
 from services.config.rules import broken_rules, packs_needed
 from services.config.schema import Config
@@ -52,6 +53,17 @@ def test_arrival_order_waits_for_min_ready():
 def test_each_rule_names_its_options(sections, option):
     broken = broken_rules(make(**sections))
     assert [found for found in broken if option in found.options], broken
+
+
+def test_a_device_is_cpu_or_a_number_as_torch_reads_it():
+    names = ("cpu", "0", "17", "cuda:0", "cuda:12")
+    for name in names:
+        assert torch.device(f"cuda:{name}" if name.isdigit() else name)
+    for name in ("01", "cuda:01", "²", "GPU-5d7f"):
+        with pytest.raises(RuntimeError):
+            torch.device(f"cuda:{name}" if name.isdigit() else name)
+        assert broken_rules(make(target={"gpus": (name,)}))
+    assert not broken_rules(make(target={"gpus": names}, drafter={"gpus": names}))
 
 
 @pytest.mark.parametrize("allowed", [{"keys": "folder"}, {"insecure": True}])
