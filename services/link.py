@@ -94,7 +94,6 @@ class Link:
         self._bye: str | None = None
         self._failure: BaseException | None = None
         self._peers: dict[str, zmq.Socket[bytes]] = {}
-        self.refused_messages = 0
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     @classmethod
@@ -118,19 +117,6 @@ class Link:
         self._started_s = self._reached_s = time.monotonic()
         self._thread.start()
         return self
-
-    def welcome(self, timeout_s: float) -> Welcome:
-        """Block until admitted. PeerGone: no coordinator answered in time. Fenced: it refused."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._change:
-            while self._welcome is None:
-                self._raise_failure()
-                if self._exit:
-                    raise Fenced(f"the coordinator refused this process: {self._exit.reason}")
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._change.wait(left_s):
-                    raise PeerGone(self._no_answer())
-            return self._welcome
 
     @property
     def orders(self) -> TargetOrders | DrafterOrders | None:
@@ -264,7 +250,7 @@ class Link:
     def _receive(
         self, socket: zmq.Socket[bytes], handle: Callable[[Message], None], *, skip: int = 0
     ) -> None:
-        """Drain `socket`. What is no message, or not for us, is counted and dropped."""
+        """Drain `socket`. What is no message, or not for us, is dropped."""
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)[skip:]
@@ -273,7 +259,6 @@ class Link:
             try:
                 handle(decode(frames))
             except DecodeError as error:
-                self.refused_messages += 1
                 log.warning("refused a message", extra={"error": str(error)})
 
     def _from_coordinator(self, message: Message) -> None:
@@ -282,7 +267,6 @@ class Link:
             self._say_hello()
             return
         if getattr(message, "incarnation", None) != incarnation:
-            self.refused_messages += 1
             return
         with self._change:
             if isinstance(message, Welcome):
@@ -299,7 +283,6 @@ class Link:
 
     def _from_target(self, message: Message) -> None:
         if not isinstance(message, Pack):
-            self.refused_messages += 1
             return
         with self._change:
             self._packs.append(message)

@@ -103,7 +103,8 @@ def _evaluators(config: Config, model: ModelFacts, count: int) -> Iterator[tuple
     """The same of an evaluator. Raises ConfigError: none is named, and none is free."""
     device = device_of(config, count) if config.evaluator.count else None
     if device is not None and device.type == "cuda":
-        yield "evaluator.gpu", device.index or 0, Share("evaluator", evaluator_memory(config, model))
+        share = Share("evaluator", evaluator_memory(config, model, on_gpu=True))
+        yield "evaluator.gpu", device.index or 0, share
 
 
 def _gpu(config: Config, role: str, index: int, count: int) -> int | None:

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
 from protocol.errors import DataError, ModelError
 from services.config.load import Loaded
 from services.config.schema import Config
@@ -20,6 +23,7 @@ from services.data.convert import check_vocabulary
 from services.data.dataset import Dataset
 from services.data.token_use import idle_rows
 from services.dflash.drafter_config import DrafterConfig, derive, misfits, special_ids
+from services.dflash.speculate_batch import MASKED_ATTENTION, rows_may_differ
 from services.dflash.target_model import check_attention, load_stop_ids, load_text_config, load_tokenizer
 from services.models.hub import check_tokenizer, has_tokenizer
 
@@ -39,7 +43,8 @@ class ModelFacts(NamedTuple):
     shared: bool  # stored in that type: targets on a CPU map the files and have one copy between them
     tokenizer: Any | None  # None: the folder has none, and none is needed
     drafter: DrafterConfig
-    cache_width: int  # values that its cache keeps of a token, all layers together
+    cache_width: int  # values that its cache keeps of each token, all layers together
+    in_batches: bool  # whether an evaluator may decode several prompts at a time
 
 
 def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
@@ -62,9 +67,9 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
         return None, [Finding(subject, str(error).removeprefix(f"model.path = {folder}: "))]
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     loaded_bytes, shared = _loaded_bytes(folder, loaded.config.model.dtype)
-    facts = ModelFacts(
-        folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape, _cache_width(text_config)
-    )
+    in_batches = loaded.config.model.attention in MASKED_ATTENTION and rows_may_differ(text_config)
+    width = _cache_width(text_config)
+    facts = ModelFacts(folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape, width, in_batches)
     if rows != text_config.vocab_size:
         rule = (
             f"{rows} rows of embedding, {text_config.vocab_size} in config.json; they do not belong together"
@@ -171,7 +176,7 @@ def _loaded_bytes(folder: Path, dtype: str) -> tuple[int, bool]:
 
 
 def _cache_width(text: Any) -> int:
-    """Of plain attention in each layer: windows and linear attention keep less."""
+    """Of the layers that keep every token: windows and recurrent states do not grow with them."""
 
     def width(layer: Any) -> int:
         heads = layer.num_attention_heads
@@ -180,9 +185,14 @@ def _cache_width(text: Any) -> int:
         size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         return int(2 * size * (getattr(layer, "num_key_value_heads", None) or heads))
 
-    if getattr(text, "is_heterogeneous", False):
-        return sum(map(width, text.per_layer_config))
-    return int(text.num_hidden_layers * width(text))
+    kinds = [type(layer) for layer in DynamicCache(config=text).layers]  # fewer, where some share theirs
+    several = getattr(text, "is_heterogeneous", False)
+    layers = text.per_layer_config if several else [text] * text.num_hidden_layers
+    return sum(
+        width(layer)
+        for layer, kind in zip(layers, kinds, strict=False)
+        if issubclass(kind, DynamicLayer) and not issubclass(kind, DynamicSlidingWindowLayer)
+    )
 
 
 def _embedding_rows(folder: Path) -> int | None:

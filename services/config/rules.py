@@ -1,7 +1,8 @@
 """Rules between options that need nothing but their numbers.
 
 Plain functions of a Config; `broken_rules` calls them all, and `draftmill check` adds rules about the
-world. `packs_needed` is asked again by the coordinator when the number of live targets changes.
+world. `packs_needed` is asked again by the coordinator when the number of live targets changes, `rows_limit`
+by the plan and by all who make room for a batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+from protocol.codec import MAX_MESSAGE_BYTES
+from protocol.messages import MAX_ITEMS
 from services.config.schema import Config
+
+PADDED_LIMIT = 4
+"""A batch of several samples pads to at most this many times the budget, which bounds the target's memory."""
+
+ASSIGNMENT_BYTES, SAMPLE_BYTES = 512, 5
+"""Of one batch in a target's orders, without its samples, and of one sample: ids below 2^32."""
 
 
 class Broken(NamedTuple):
@@ -32,6 +41,7 @@ def broken_rules(config: Config) -> list[Broken]:
         _timeouts,
         _endpoint,
         _slots,
+        _orders,
         _cap,
         _evaluator,
     )
@@ -47,6 +57,11 @@ def packs_needed(config: Config, targets: int) -> int:
     step = config.plan.packs_per_step
     waiting = max(step, config.plan.min_ready) if config.plan.order == "arrival" else step
     return waiting + config.drafter.prefetch_packs * config.drafter.count + targets
+
+
+def rows_limit(edge: int, token_budget: int) -> int:
+    """Samples that a batch padded to `edge` may hold: what a target warms up, and lays its slots out for."""
+    return max(1, min(token_budget, PADDED_LIMIT * token_budget // edge, MAX_ITEMS))
 
 
 def _later_data(config: Config) -> Iterator[Broken]:
@@ -83,7 +98,7 @@ def _devices(config: Config) -> Iterator[Broken]:
         ("drafter.gpus", config.drafter.gpus),
         ("evaluator.gpu", evaluator),
     ):
-        if strange := [name for name in names if not re.fullmatch(r"cpu|(cuda:)?\d+", name)]:
+        if strange := [name for name in names if not re.fullmatch(r"cpu|(cuda:)?(0|[1-9][0-9]*)", name)]:
             rule = f"{', '.join(strange)}: a device is the number of a GPU as torch counts them, or cpu"
             yield Broken((option,), rule)
 
@@ -116,11 +131,12 @@ def _endpoint(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("coordinator.endpoint",), "the control plane speaks ipc:// and tcp:// only; empty: ipc://"
         )
-    if endpoint.startswith("tcp://") and not config.coordinator.insecure:
+    if endpoint.startswith("tcp://") and not config.coordinator.keys and not config.coordinator.insecure:
         rule = (
-            "tcp:// without keys lets anybody in; use ipc://, or set coordinator.insecure on a closed network"
+            "tcp:// without CURVE keys lets anybody command the run; make keys with `draftmill keys`, use "
+            "ipc://, or set coordinator.insecure on a closed network"
         )
-        yield Broken(("coordinator.endpoint",), rule)
+        yield Broken(("coordinator.endpoint", "coordinator.keys"), rule)
 
 
 def _slots(config: Config) -> Iterator[Broken]:
@@ -130,6 +146,18 @@ def _slots(config: Config) -> Iterator[Broken]:
         enough = -(-needed // targets)
         rule = f"{targets} x {each} slots must hold {needed} packs ({_NEEDED}); raise it to {enough}"
         yield Broken(("target.slots", *_needed_from(config)), rule)
+
+
+def _orders(config: Config) -> Iterator[Broken]:
+    edges, slots = config.plan.bucket_edges, config.target.slots
+    rows = max((rows_limit(edge, config.plan.token_budget) for edge in edges), default=1)
+    most = MAX_MESSAGE_BYTES // (ASSIGNMENT_BYTES + rows * SAMPLE_BYTES) - 1
+    if slots > most:
+        rule = (
+            f"orders to a target name the samples of all its packs, up to {rows} in each, and a message has "
+            f"at most {MAX_MESSAGE_BYTES >> 20} MiB; lower target.slots to {most}, or raise the first edge"
+        )
+        yield Broken(("target.slots", "plan.token_budget", "plan.bucket_edges"), rule)
 
 
 def _cap(config: Config) -> Iterator[Broken]:

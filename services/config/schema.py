@@ -166,7 +166,9 @@ class Drafter(Options):
         "bfloat16", description="compute type; masters are float32"
     )
     attention: Literal["auto", "flex", "dense"] = training(
-        "auto", description="auto: flex on a GPU, dense on a CPU"
+        "auto",
+        description="auto: flex on a GPU, dense on a CPU; dense: on a CPU document by document, on a GPU one "
+        "full mask over all rows and keys, quadratic in the anchors",
     )
     deterministic: bool = training(False, description="deterministic kernels only")
 

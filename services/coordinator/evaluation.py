@@ -34,7 +34,7 @@ class Evaluation:
             if size != self._size:
                 self._size = size
                 self._newest = self._read(size) or self._newest
-        except FileNotFoundError:
+        except OSError:  # not there yet, or no file that can be read
             return None
         return self._newest or None
 
@@ -43,10 +43,13 @@ class Evaluation:
             file.seek(max(0, size - _TAIL_BYTES))
             whole = file.read().rpartition(b"\n")[0]
         try:
-            line = json.loads(whole.rpartition(b"\n")[2] or b"{}")
-        except ValueError:
+            return _figures(json.loads(whole.rpartition(b"\n")[2] or b"{}"))
+        except (ValueError, RecursionError, OverflowError):  # no JSON, too deep, an integer beyond any float
             return {}
-        if not isinstance(line, dict):
-            return {}
-        taken = {name: line.get(name) for name in _TAKEN}
-        return {name: v for name, v in taken.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def _figures(line: object) -> dict[str, float]:
+    if not isinstance(line, dict):
+        return {}
+    taken = {name: line.get(name) for name in _TAKEN}
+    return {name: v for name, v in taken.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -46,29 +46,15 @@ def snapshot(
     `audit` is the ledger's (batches without outcome, duplicated ones), None until the run has ended: it reads
     every outcome.
     """
-    accounting, record, caps = core.ledger.accounting(), core.record, core.config.coordinator
-    last_step = max(0, min(core.step, core.schedule.total_steps - 1))
+    record = core.record
     values = record.latest.values if record.latest else {}
     lost, duplicated = audit or (None, None)
     return {
         "run": name,
         "state": _state(core),
         "reason": core.failed_reason,
-        "epoch": core.work.composer.epoch_of(last_step),
-        "epochs": core.config.run.epochs,
-        "step": core.step,
-        "total_steps": core.schedule.total_steps,
-        "timeline": core.ledger.timeline,
-        "samples_total": record.samples_total,
-        "samples_committed": accounting.committed_samples,
-        "samples_failed": accounting.failed_samples,
-        "batches": _batches(core, accounting.committed_batches, accounting.failed_batches),
-        "in_flight_packs": len(core.pool.flights),
-        "in_flight_cap_packs": caps.in_flight_cap_packs,
-        "in_flight_bytes": core.pool.payload_bytes,
-        "in_flight_cap_bytes": caps.in_flight_cap_bytes,
-        "target_tokens_per_s": sum(t.tokens_per_s() for t in core.members.targets.values()),
-        "drafter_tokens_per_s": sum(d.tokens_per_s() for d in core.members.drafters.values()),
+        **_progress(core),
+        **_flow(core),
         "loss": values.get("loss"),
         "lr": values.get("lr"),
         "metrics": dict(values),
@@ -80,21 +66,55 @@ def snapshot(
         "evaluation": evaluation,
         "batches_without_outcome": lost,
         "batches_duplicated": duplicated,
-        "failed_by_cause": _failed_by_cause(core, accounting.failed_batches),
         "roles": [_role(core, member, now_s) for member in core.members],
         "events": [{"at": e.at_unix_s, "text": e.text} for e in list(record.events)[-SHOWN_EVENTS:]],
-        "checkpoints": [
-            {
-                "timeline": row.at.timeline,
-                "step": row.at.step,
-                "name": row.name,
-                "epoch": _epoch_before(core, row.at.step),
-            }
-            for row in core.ledger.checkpoints()
-        ],
+        "checkpoints": _checkpoints(core),
         "places": {"target": core.config.target.count, "drafter": core.config.drafter.count},
         "counters": _counters(core, now_s),
     }
+
+
+def _progress(core: Coordinator) -> dict[str, Any]:
+    """How far the run is, by the ledger."""
+    accounting = core.ledger.accounting()
+    last_step = max(0, min(core.step, core.schedule.total_steps - 1))
+    return {
+        "epoch": core.work.composer.epoch_of(last_step),
+        "epochs": core.config.run.epochs,
+        "step": core.step,
+        "total_steps": core.schedule.total_steps,
+        "timeline": core.ledger.timeline,
+        "samples_total": core.record.samples_total,
+        "samples_committed": accounting.committed_samples,
+        "samples_failed": accounting.failed_samples,
+        "batches": _batches(core, accounting.committed_batches, accounting.failed_batches),
+        "failed_by_cause": _failed_by_cause(core, accounting.failed_batches),
+    }
+
+
+def _flow(core: Coordinator) -> dict[str, Any]:
+    """What is under way, what may be, and how fast."""
+    caps, members = core.config.coordinator, core.members
+    return {
+        "in_flight_packs": len(core.pool.flights),
+        "in_flight_cap_packs": caps.in_flight_cap_packs,
+        "in_flight_bytes": core.pool.payload_bytes,
+        "in_flight_cap_bytes": caps.in_flight_cap_bytes,
+        "target_tokens_per_s": sum(t.tokens_per_s() for t in members.targets.values()),
+        "drafter_tokens_per_s": sum(d.tokens_per_s() for d in members.drafters.values()),
+    }
+
+
+def _checkpoints(core: Coordinator) -> list[dict[str, Any]]:
+    return [
+        {
+            "timeline": row.at.timeline,
+            "step": row.at.step,
+            "name": row.name,
+            "epoch": _epoch_before(core, row.at.step),
+        }
+        for row in core.ledger.checkpoints()
+    ]
 
 
 def _epoch_before(core: Coordinator, step: int) -> int:

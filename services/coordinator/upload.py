@@ -55,7 +55,8 @@ class Uploader:
     @property
     def pending(self) -> int:
         """Checkpoints not yet at the URL."""
-        return len(self._pending) + bool(self.busy)
+        with self._change:
+            return len(self._pending) + bool(self.busy)
 
     def offer(self, names: Iterable[str]) -> None:
         """Replace the wish list; the newest goes first. 10 us."""
@@ -101,6 +102,8 @@ class Uploader:
             self.busy = ""
             if done:
                 self._done.add(name)
+            elif name not in self._pending:  # a coordinator that leaves waits for what is pending
+                self._pending.insert(0, name)
 
     def _pause(self, seconds: float) -> bool:
         """True when it is time to leave."""

@@ -21,14 +21,12 @@ import numpy as np
 
 from protocol.errors import ConfigError, DataError
 from services import seeds
+from services.config.rules import rows_limit
 from services.config.schema import Config
 from services.data.training_data import TrainingData
 
 OPEN_BATCHES = 8
 """Batches of a bucket that are filled at a time: more fill better, and cost time."""
-
-PADDED_LIMIT = 4
-"""A batch of several samples pads to at most this many times the budget, which bounds the target's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +60,6 @@ def epoch_plan(
         batches += _fill(members.tolist(), lengths[members].tolist(), token_budget, limit)
     shuffled = _permutation(len(batches), "plan batches", seed, epoch, fingerprint)
     return EpochPlan(epoch, tuple(batches[at] for at in shuffled.tolist()))
-
-
-def rows_limit(edge: int, token_budget: int) -> int:
-    """Samples that a batch padded to `edge` may hold: what a target warms up, and lays its slots out for."""
-    return max(1, min(token_budget, PADDED_LIMIT * token_budget // edge))
 
 
 def padded_length(length: int, bucket_edges: Sequence[int]) -> int:

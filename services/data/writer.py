@@ -27,6 +27,7 @@ import datasets
 import numpy as np
 
 from protocol.errors import AlreadyRunning, DataError
+from protocol.files import sync_folder
 from services.data.dataset import FORMAT, MANIFEST, VALIDATION, Block, Dataset, Sample, Source
 from services.data.shards import SCHEMA, Row, ShardWriter
 
@@ -119,7 +120,7 @@ class DatasetWriter:
             _complete(self._held_out, describe)
         _complete(self._rows, describe)
         self._partial.rename(self._output)
-        _fsync_folder(self._output.parent)
+        sync_folder(self._output.parent)
         (self._output / JOURNAL).unlink(missing_ok=True)  # last: a kill before the rename still resumes
         return Dataset.open(self._output)
 
@@ -184,7 +185,7 @@ def _complete(shards: ShardWriter, describe: Describe) -> None:
         "fingerprint": fingerprint, "shards": parts, "info": describe(shards.blocks()),
     }  # fmt: skip
     _write_durably(folder / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-    _fsync_folder(folder)
+    sync_folder(folder)
 
 
 def _write_durably(file: Path, text: str) -> None:
@@ -194,11 +195,3 @@ def _write_durably(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     aside.replace(file)
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

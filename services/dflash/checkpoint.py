@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocol.errors import CheckpointError
+from protocol.files import publish_folder
 from services.dflash.drafter_config import DrafterConfig
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -75,14 +75,10 @@ def write_checkpoint(
             {"state": state, "drafter": drafter.to_dict(), "files": files}, indent=1, sort_keys=True
         )
         (partial / STATE).write_text(text + "\n")
-        for name in (MODEL, OPTIMIZER, STATE):
-            _flush(partial / name)
-        _flush(partial)
-        partial.rename(folder)
+        publish_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _flush(folder.parent)
     return _fingerprint(folder / STATE)["sha256"]
 
 
@@ -161,12 +157,3 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _flush(path: Path) -> None:
-    """fsync of a file or folder: a rename may not reach the disk before what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

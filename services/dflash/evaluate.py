@@ -58,24 +58,19 @@ def evaluate(
         _check_block(block_size, drafter.config)
     drafter = drafter.to(target.device, target.dtype).eval()
     stops = tuple(target.stop_ids if stop_ids is None else stop_ids)
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stops}
     alone: list[Generation] = list(known_plain) if plain else []
     if batch > 1 and not plain and sampling is None and can_batch(target):
         drafted = speculate_batch(
             target, drafter, [prompt.ids for prompt in prompts],
-            max_new_tokens=max_new_tokens, stop_ids=stops, block_size=block_size, rows=batch,
-            progress=progress,
+            block_size=block_size, rows=batch, progress=progress, **limits,
         )  # fmt: skip
     else:
-        drafted = []
-        for done, prompt in enumerate(prompts):
-            limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stops}
-            if sampling is not None:
-                limits["sampling"] = replace(sampling, seed=sampling.seed + prompt.number)
-            drafted.append(speculate(target, drafter, prompt.ids, block_size=block_size, **limits))
-            if plain and not known_plain:
-                alone.append(decode_plainly(target, prompt.ids, **limits))
-            if progress is not None:
-                progress(done + 1, len(prompts))
+        drafted, decoded = _one_by_one(
+            target, drafter, prompts, limits,
+            block_size=block_size, sampling=sampling, plain=plain and not known_plain, progress=progress,
+        )  # fmt: skip
+        alone += decoded
     ties: list[int] = []
     differing: list[int] = []
     if sampling is None:
@@ -96,6 +91,31 @@ def evaluate(
         stop_ids=stops,
         sampling=sampling,
     )
+
+
+def _one_by_one(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    limits: dict[str, Any],
+    *,
+    block_size: int | None,
+    sampling: Sampling | None,
+    plain: bool,
+    progress: Progress | None,
+) -> tuple[list[Generation], list[Generation]]:
+    """(with the drafter, without it), the second empty unless `plain`. A sampled prompt has its own seed."""
+    drafted: list[Generation] = []
+    alone: list[Generation] = []
+    for done, prompt in enumerate(prompts, start=1):
+        if sampling is not None:
+            limits = limits | {"sampling": replace(sampling, seed=sampling.seed + prompt.number)}
+        drafted.append(speculate(target, drafter, prompt.ids, block_size=block_size, **limits))
+        if plain:
+            alone.append(decode_plainly(target, prompt.ids, **limits))
+        if progress is not None:
+            progress(done, len(prompts))
+    return drafted, alone
 
 
 def run_evals(

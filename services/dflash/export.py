@@ -24,6 +24,11 @@ from services.dflash.target_model import torch_dtype
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+_AT_THE_TOP = (
+    "num_target_layers", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
+_IN_EITHER_PLACE = ("target_layer_ids", "mask_token_id", "block_size")
 
 
 def zlab_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
@@ -180,6 +185,11 @@ def _config_of(path: Path, fields: dict[str, Any]) -> DrafterConfig:
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    theta: Any = rope.get("rope_theta") or fields.get("rope_theta")
+    missing = [name for name in _AT_THE_TOP if name not in fields]
+    missing += [name for name in _IN_EITHER_PLACE if name not in merged] + ([] if theta else ["rope_theta"])
+    if missing:
+        raise CheckpointError(f"drafter {path}: {CONFIG} lacks {missing}")
     layer_types = tuple(fields.get("layer_types") or (FULL,) * fields["num_hidden_layers"])
     sliding = SLIDING in layer_types
     problems = {
@@ -193,17 +203,6 @@ def _config_of(path: Path, fields: dict[str, Any]) -> DrafterConfig:
     if any(problems.values()):
         named = ", ".join(name for name, found in problems.items() if found)
         raise CheckpointError(f"drafter {path}: {named}: not supported, or ignored by servers")
-    required = (
-        "num_target_layers",
-        "target_layer_ids",
-        "mask_token_id",
-        "block_size",
-        "hidden_size",
-        "head_dim",
-    )
-    missing = [name for name in required if name not in merged]
-    if missing:
-        raise CheckpointError(f"drafter {path}: {CONFIG} lacks {missing}")
     return DrafterConfig(
         hidden_size=fields["hidden_size"],
         intermediate_size=fields["intermediate_size"],
@@ -217,7 +216,7 @@ def _config_of(path: Path, fields: dict[str, Any]) -> DrafterConfig:
         block_size=merged["block_size"],
         mask_token_id=merged["mask_token_id"],
         rms_norm_eps=fields["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or fields["rope_theta"]),
+        rope_theta=float(theta),
         max_position_embeddings=fields["max_position_embeddings"],
         layer_types=layer_types,
         sliding_window=fields["sliding_window"] if sliding else 0,

@@ -20,6 +20,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from services.dflash.target_model import Target
 
 TOKENS = 32_768  # rows * capacity: 4.8 GB of bfloat16 keys and values at Qwen3-8B, 0.8 GB at SmolLM2-135M
 _STEP = 16  # lengths of buffers and masks: kernels want aligned rows, and fewer shapes are allocated
+MASKED_ATTENTION = ("sdpa", "eager")  # which take a mask of one's own
 _ROPES_BY_LENGTH = ("dynamic", "longrope")  # their frequencies would follow the longest row
 
 
@@ -43,17 +45,23 @@ def can_batch(target: Target) -> bool:
     Not with sliding windows, recurrent states or an index in the cache, attention other than "sdpa" and
     "eager" or of a model's own making (biases by distance, say), and positions of several dimensions.
     """
-    config = target.config
-    layers = DynamicCache(config=target.model.config).layers  # type: ignore[arg-type]
     taken = inspect.signature(target.base.forward).parameters
+    return (
+        target.config._attn_implementation in MASKED_ATTENTION
+        and getattr(target.base, "_supports_attention_backend", False)
+        and {"attention_mask", "position_ids", "past_key_values"} <= taken.keys()
+        and rows_may_differ(target.config)
+    )
+
+
+def rows_may_differ(config: Any) -> bool:
+    """`can_batch`, as far as the configuration of the text tower tells."""
+    layers = DynamicCache(config=config).layers
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(by_type for by_type in rope.values() if isinstance(by_type, dict))]
     return (
-        config._attn_implementation in ("sdpa", "eager")
-        and getattr(target.base, "_supports_attention_backend", False)
-        and len(layers) == config.num_hidden_layers
+        len(layers) == config.num_hidden_layers
         and all(type(layer) is DynamicLayer for layer in layers)
-        and {"attention_mask", "position_ids", "past_key_values"} <= taken.keys()
         and not any("mrope_section" in one or one.get("rope_type") in _ROPES_BY_LENGTH for one in ropes)
     )
 

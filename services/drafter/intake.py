@@ -84,8 +84,10 @@ class Intake:
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
+            while True:
                 seen = self._link.version
+                if self._closing.is_set():  # only now: a close from here on is newer than `seen`
+                    return
                 for pack in self._link.take_packs():
                     self._take(pack)
                 orders = self._link.orders

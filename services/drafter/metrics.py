@@ -11,18 +11,15 @@ K = block_size - 1 predicted positions, P = packs_per_step.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from services.tracer import span
-
-log = logging.getLogger(__name__)
 
 POSITIONS_REPORTED = 48  # a report holds 64 figures a step
 
@@ -119,30 +116,5 @@ class Phases:
         self._open.clear()
 
     def totals(self) -> dict[str, float]:
-        return {f"phase_{name}_seconds": seconds for name, seconds in self.seconds.items()}
-
-
-class Window:
-    """Logs what the totals gained every `interval_s` seconds (0: never), while `look` is called."""
-
-    def __init__(self, interval_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._interval_s, self._now_s = interval_s, now_s
-        self._begun_s, self._before = now_s(), dict[str, float]()
-
-    def look(self, totals: Mapping[str, float]) -> None:
-        elapsed_s = self._now_s() - self._begun_s
-        if not self._interval_s or elapsed_s < self._interval_s:
-            return
-        gained = {name: value - self._before.get(name, 0.0) for name, value in totals.items()}
-        phases = {
-            name.removeprefix("phase_").removesuffix("_seconds") + "_s": round(value, 3)
-            for name, value in gained.items()
-            if name.startswith("phase_")
-        }
-        rates = {
-            "window_s": round(elapsed_s, 1),
-            "packs": int(gained["packs_total"]),
-            "tokens_per_s": round(gained["tokens_total"] / elapsed_s, 1),
-        }
-        log.info("profile", extra=rates | phases)
-        self._begun_s, self._before = self._now_s(), dict(totals)
+        """From any thread; of a copy, since the trainer's may begin a phase meanwhile."""
+        return {f"phase_{name}_seconds": seconds for name, seconds in self.seconds.copy().items()}

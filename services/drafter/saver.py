@@ -49,10 +49,11 @@ class Saver:
 
     def take_result(self) -> Saved | Unsaved | None:
         """What has become of the checkpoint; None while it is written, or if there is none."""
-        result, self._result = self._result, None
-        if result is not None and self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._result is None:
+            return None
+        assert self._thread is not None, "a result without a thread that made it"
+        self._thread.join()  # cleared before, a result could come in between and be dropped
+        result, self._result, self._thread = self._result, None, None
         return result
 
     def close(self, timeout_s: float) -> None:

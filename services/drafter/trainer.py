@@ -45,7 +45,6 @@ from services.drafter.desk import (
     Wait,
 )
 from services.drafter.intake import Intake
-from services.drafter.metrics import Window
 from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, Standing, TryLeft, meet, plan_copies
 from services.drafter.saver import Saver, Unsaved
 from services.drafter.start import Started, device_of, hello, initial_weights, start
@@ -62,6 +61,7 @@ from services.lifecycle import (
 from services.link import Link
 from services.tracer import Tracer
 from services.transport.reader import SlotReader
+from services.window import Window
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from protocol.errors import DataError, ModelError
+from protocol.files import publish_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,11 +61,9 @@ def convert_gguf(gguf: Path, out: Path, *, dtype: Dtype = "bfloat16") -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     try:
         _write(gguf, aside, dtype)
-        _sync(aside)
-        aside.rename(out)  # fails on a folder that came up meanwhile: never half of one, half of the other
+        publish_folder(aside, out)  # not over a folder that came up meanwhile: never half one, half the other
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    _sync_folder(out.parent)
     log.info("converted gguf=%s out=%s dtype=%s", gguf.name, out, dtype)
     return out
 
@@ -220,18 +219,3 @@ def _forget_source(config: Path) -> None:
 def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""Where a target's time goes: monotone counters, one log line a window, and marks that never stop a GPU.
+"""Where a target's time goes: monotone counters, and marks that never stop a GPU.
 
     wait_lease   nothing was ordered                             forward   the layers up to the last tap
     wait_slot    something was ordered, but no slot was free     pack      finite check behind it
@@ -12,17 +12,14 @@ stream's own seconds, read when the copier has waited for them anyway.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from services.tracer import span
-
-log = logging.getLogger(__name__)
 
 PHASES = ("wait_lease", "wait_slot", "ahead", "forward", "pack", "copy")
 
@@ -53,32 +50,6 @@ class Totals:
     def snapshot(self) -> dict[str, float]:
         with self._lock:
             return dict(self._values)
-
-
-class Window:
-    """Logs what was added to `totals` every `interval_s` seconds (0: never), while `step` is called."""
-
-    def __init__(
-        self, totals: Totals, interval_s: float, now_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._totals, self._interval_s, self._now_s = totals, interval_s, now_s
-        self._begun_s, self._before = now_s(), totals.snapshot()
-
-    def step(self) -> None:
-        elapsed_s = self._now_s() - self._begun_s
-        if not self._interval_s or elapsed_s < self._interval_s:
-            return
-        now = self._totals.snapshot()
-        added = {name: now[name] - self._before[name] for name in now}
-        fields = {f"{name}_s": round(added[f"phase_{name}_seconds"], 3) for name in PHASES}
-        rates = {
-            "window_s": round(elapsed_s, 1),
-            "packs": int(added["packs_total"]),
-            "tokens_per_s": round(added["tokens_total"] / elapsed_s, 1),
-            "gb_per_s": round(added["bytes_total"] / elapsed_s / 1e9, 3),
-        }
-        log.info("profile", extra=rates | fields)
-        self._begun_s, self._before = self._now_s(), now
 
 
 class Mark:

@@ -35,10 +35,11 @@ from services.link import Link
 from services.target.board import Board, Job, Outcome
 from services.target.copier import Blame, Copier, Launched, Slabs
 from services.target.forward import Cancelled, Slab
-from services.target.profile import Totals, Window
+from services.target.profile import Totals
 from services.target.start import Started, device_of, hello, open_slots, run_fingerprint, start
 from services.tracer import Tracer, span
 from services.transport.writer import SlotWriter
+from services.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class TargetServer:
         self.started, self.writer, self.forward = started, writer, started.forward
         self.board = Board(incarnation, writer.slots)
         self.totals = Totals()
-        self.window = Window(self.totals, config.profile.interval_s)
+        self.window = Window(config.profile.interval_s)
         self.gpu = GpuFigures(uuid_of(started.device))
         self.watchdog = Watchdog(config.watch.stuck_s)
         self.tracer = Tracer(config.run.dir, lambda: link.place, started.device)
@@ -132,7 +133,7 @@ class TargetServer:
             self._change.notify_all()
         totals = self.totals.snapshot() | {"stale_orders_total": float(self.board.stale_orders)}
         self.link.report(orders=self.board.orders, totals=totals | self.gpu.read(), slots=slots)
-        self.window.step()
+        self.window.look(totals)
 
     def _leave(self, threads: list[threading.Thread]) -> ExitCode:
         """Release and unlink everything, then say Bye: what is unfinished is assigned again."""

@@ -40,7 +40,6 @@ def serve(control: Router, link: Link) -> None:
     sender, _ = receive(control)
     welcome = Welcome(incarnation=NAME, coordinator_epoch=1, index=0, device="")
     control.socket.send_multipart([sender, *encode(welcome)])
-    link.welcome(DEADLINE_S)
     link.report(**LEVEL)
     while not isinstance(receive(control)[1], DrafterReport):
         pass

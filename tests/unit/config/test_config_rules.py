@@ -1,8 +1,12 @@
 """Each rule between options, and what the default configuration allows."""
 
 import pytest
+import torch
 
-from services.config.rules import broken_rules, packs_needed
+from protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from protocol.messages import Assignment, BatchId, Publication, Stamp, TargetOrders
+from protocol.sockets import MAX_IPC_PATH_BYTES
+from services.config.rules import broken_rules, packs_needed, rows_limit
 from services.config.schema import Config
 
 
@@ -45,6 +49,7 @@ def test_arrival_order_waits_for_min_ready():
         ({"coordinator": {"endpoint": "http://x"}}, "coordinator.endpoint"),
         ({"coordinator": {"endpoint": "tcp://0.0.0.0:1"}}, "coordinator.endpoint"),
         ({"target": {"slots": 6}}, "target.slots"),
+        ({"plan": {"token_budget": 2**20, "bucket_edges": (16,)}, "target": {"slots": 101}}, "target.slots"),
         ({"coordinator": {"in_flight_cap_packs": 6}}, "coordinator.in_flight_cap_packs"),
         ({"evaluator": {"count": 1}}, "eval.prompts"),
     ],
@@ -52,6 +57,47 @@ def test_arrival_order_waits_for_min_ready():
 def test_each_rule_names_its_options(sections, option):
     broken = broken_rules(make(**sections))
     assert [found for found in broken if option in found.options], broken
+
+
+def test_a_device_is_cpu_or_a_number_as_torch_reads_it():
+    names = ("cpu", "0", "17", "cuda:0", "cuda:12")
+    for name in names:
+        assert torch.device(f"cuda:{name}" if name.isdigit() else name)
+    for name in ("01", "cuda:01", "²", "GPU-5d7f"):
+        with pytest.raises(RuntimeError):
+            torch.device(f"cuda:{name}" if name.isdigit() else name)
+        assert broken_rules(make(target={"gpus": (name,)}))
+    assert not broken_rules(make(target={"gpus": names}, drafter={"gpus": names}))
+
+
+@pytest.mark.parametrize("allowed", [{"keys": "folder"}, {"insecure": True}])
+def test_tcp_is_for_those_with_keys_or_on_a_closed_network(allowed):
+    tcp = {"endpoint": "tcp://0.0.0.0:1"}
+    (broken,) = broken_rules(make(coordinator=tcp))
+    assert broken.options == ("coordinator.endpoint", "coordinator.keys")
+    assert broken_rules(make(coordinator=tcp | allowed)) == []
+
+
+@pytest.mark.parametrize(("budget", "edge"), [(65_536, 16), (4096, 64), (1, 1)])
+def test_orders_for_all_slots_fit_a_message(budget, edge):
+    """At their largest: every slot has a full batch, published to a long inbox under the largest stamps."""
+
+    def sections(slots: int) -> dict:
+        return {"plan": {"token_budget": budget, "bucket_edges": (edge,)}, "target": {"slots": slots}}
+
+    (broken,) = broken_rules(make(**sections(10**9)))
+    most = int(broken.rule.partition("lower target.slots to ")[2].partition(",")[0])
+    assert broken_rules(make(**sections(most + 1))) and not broken_rules(make(**sections(most)))
+    stamp = Stamp(2**62, 2**62)
+    publication = Publication(lease=stamp, inbox="ipc://" + "x" * MAX_IPC_PATH_BYTES)
+    assignment = Assignment(
+        batch=BatchId(2**62, 2**62), attempt=stamp, publish=publication,
+        samples=tuple(range(2**32 - rows_limit(edge, budget), 2**32)),
+    )  # fmt: skip
+    orders = TargetOrders(incarnation="x" * 128, stamp=stamp, assignments=(assignment,) * most)
+    frames = encode(orders)
+    assert decode(frames) == orders
+    assert len(frames[1]) > 0.3 * MAX_MESSAGE_BYTES, "the rule asks for much less than fits"
 
 
 def test_a_cap_that_just_fits_is_allowed():

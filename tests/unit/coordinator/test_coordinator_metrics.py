@@ -82,7 +82,11 @@ def test_an_evaluators_figures_are_served_and_what_it_did_not_measure_is_not(clu
     assert "draftmill_evaluated_loss" not in found
 
 
-@pytest.mark.parametrize("line", ["", "no JSON", "[1]", '{"step": "8"}', '{"step": NaN}'])
+@pytest.mark.parametrize(
+    "line",
+    ["", "no JSON", "[1]", '{"step": "8"}', '{"step": NaN}', "[" * 60_000, f'{{"step": 1{"0" * 400}}}'],
+    ids=["empty", "text", "list", "string", "NaN", "deep", "large"],
+)
 def test_nothing_in_an_evaluators_file_hurts_the_run(tmp_path, line):
     evaluation = Evaluation(tmp_path)
     (tmp_path / HISTORY).write_text('{"step": 4}\n')
@@ -90,6 +94,12 @@ def test_nothing_in_an_evaluators_file_hurts_the_run(tmp_path, line):
     with (tmp_path / HISTORY).open("a") as lines:
         lines.write(line + "\n")
     assert evaluation.newest() == {"step": 4}
+
+
+def test_a_folder_in_place_of_an_evaluators_file_hurts_nothing(tmp_path):
+    (tmp_path / HISTORY).mkdir()
+    evaluation = Evaluation(tmp_path)
+    assert evaluation.newest() is None and evaluation.newest() is None
 
 
 def test_checkpoints_are_told_with_the_epoch_of_their_last_step(tmp_path, dataset):  # noqa: F811

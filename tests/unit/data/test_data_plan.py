@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError, DataError
+from protocol.messages import MAX_ITEMS, Assignment, BatchId, Stamp
+from services.config.rules import PADDED_LIMIT, rows_limit
 from services.config.schema import Config, Data, Model, Plan, Run
 from services.data.dataset import Sample
-from services.data.plan import PADDED_LIMIT, Schedule, epoch_plan, padded_length, rows_limit
+from services.data.plan import Schedule, epoch_plan, padded_length
 from services.data.training_data import TrainingData, fingerprint_of
 from services.data.writer import write_dataset
 
@@ -40,6 +42,13 @@ def test_a_batch_holds_one_bucket_and_pads_within_the_limit(lengths, budget):
         edge = padded.pop()
         assert len(batch) <= rows_limit(edge, budget)
         assert len(batch) == 1 or len(batch) * edge <= PADDED_LIMIT * budget
+
+
+def test_a_batch_has_no_more_samples_than_a_message_carries():
+    plan = plan_of([4] * 20_000, edges=(16, 64), budget=65_536)
+    assert max(map(len, plan.batches)) == MAX_ITEMS
+    for index, samples in enumerate(plan.batches):
+        Assignment(batch=BatchId(0, index), attempt=Stamp(1, 1), samples=samples, publish=None)
 
 
 @given(length_lists)

@@ -82,6 +82,21 @@ def test_a_copy_that_fails_leaves_no_mark_and_is_tried_again(tmp_path):
     assert (there / "ckpt-0-4-d" / MARK).exists()
 
 
+def test_a_copy_that_failed_stays_pending_without_another_offer(tmp_path):
+    """A coordinator that leaves waits for its last checkpoint as long as it is pending."""
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d")
+    there.write_text("a file where a folder should be")
+    uploader = Uploader(str(there), root)
+    uploader.offer(["ckpt-0-4-d"])
+    until(lambda: uploader.errors > 0 and not uploader.busy, uploader)
+    assert uploader.pending == 1
+    there.unlink()
+    until(lambda: not uploader.pending, uploader)
+    assert (there / "ckpt-0-4-d" / MARK).exists()
+    uploader.close()
+
+
 def test_an_unknown_protocol_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.upload = nowhere://x"):
         Uploader("nowhere://x", tmp_path)

@@ -1,6 +1,7 @@
 """Exports read back by our strict reader and by z-lab's class; look-alike layouts are refused by name."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -94,6 +95,24 @@ def test_look_alikes_are_refused_by_name(tmp_path, change, words):
     folder, _ = exported(tmp_path)
     edit(folder, **change)
     with pytest.raises(CheckpointError, match=words):
+        load_zlab(folder)
+
+
+@pytest.mark.parametrize("name", sorted(zlab_config(drafter_config(), "bfloat16")))
+def test_without_a_field_it_is_the_same_drafter_or_none(tmp_path, name):
+    """Never a KeyError: what has a default may be missing, in either of two places, and all else is named."""
+    folder, drafter = exported(tmp_path)
+    edit(folder, **{name: None})
+    try:
+        assert load_zlab(folder).config == drafter.config
+    except CheckpointError as error:
+        assert re.search(f"lacks .*'{name}'|architectures|lacks .*target_layer_ids", str(error))
+
+
+def test_without_the_base_of_its_rotary_embedding_there_is_no_drafter(tmp_path):
+    folder, _ = exported(tmp_path)
+    edit(folder, rope_theta=None, rope_parameters=None)
+    with pytest.raises(CheckpointError, match=r"lacks \['rope_theta'\]"):
         load_zlab(folder)
 
 

@@ -1,6 +1,5 @@
-"""The small parts: counters and their window, slabs, blame, devices."""
+"""The small parts: counters, slabs, blame, devices."""
 
-import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,42 +13,9 @@ from protocol.messages import BatchId, Stamp
 from services.config.schema import Config
 from services.target.board import Job
 from services.target.copier import Blame, Slabs
-from services.target.profile import PHASES, Totals, Window
+from services.target.profile import Totals
 from services.target.start import device_of
 from services.transport.writer import SlotWriter
-
-
-def test_a_window_logs_what_was_added_since_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
-    now_s = [0.0]
-    totals = Totals()
-    window = Window(totals, 10.0, lambda: now_s[0])
-    totals.add(tokens_total=500.0, packs_total=2, bytes_total=4e9, phase_forward_seconds=6.0)
-    with caplog.at_level(logging.INFO):
-        now_s[0] = 9.0
-        window.step()
-        assert caplog.records == []
-        now_s[0] = 20.0
-        window.step()
-        totals.add(tokens_total=100.0)
-        now_s[0] = 30.0
-        window.step()
-    first, second = (vars(record) for record in caplog.records)
-    assert (first["packs"], first["tokens_per_s"], first["gb_per_s"], first["forward_s"]) == (
-        2,
-        25.0,
-        0.2,
-        6.0,
-    )
-    assert (second["packs"], second["tokens_per_s"], second["forward_s"]) == (0, 10.0, 0.0)
-    assert all(f"{phase}_s" in first for phase in PHASES)
-
-
-def test_no_window_is_logged_when_the_interval_is_zero(caplog: pytest.LogCaptureFixture) -> None:
-    seconds = iter(range(1000))
-    window = Window(Totals(), 0.0, lambda: float(next(seconds)))
-    with caplog.at_level(logging.INFO):
-        window.step()
-    assert caplog.records == []
 
 
 def test_phases_count_also_what_ends_in_an_error() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from target_families import FAMILIES, model_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from services.check.devices import check_devices
-from services.check.evaluator import evaluator_memory
+from services.check.evaluator import evaluator_memory, logit_bytes
 from services.check.model import ModelFacts, check_model
 from services.config.load import load
+from services.dflash.drafter import Drafter
+from services.dflash.head import FrozenHead
 from services.dflash.speculate_batch import TOKENS, can_batch
 from services.dflash.target_model import load_target
 
@@ -92,7 +97,7 @@ def test_an_evaluator_without_a_gpu_of_its_own_must_be_given_one(folder):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_targets_cache_keeps_of_a_token_is_no_more_than_is_counted(tmp_path, name):
+def test_what_a_targets_cache_keeps_of_a_token_beyond_its_windows_is_counted(tmp_path, name):
     attention = FAMILIES[name].attention
     model_of(FAMILIES[name], tied=False).save_pretrained(tmp_path)
     _, facts = facts_of(tmp_path, model__attention=attention)
@@ -109,10 +114,10 @@ def test_what_a_targets_cache_keeps_of_a_token_is_no_more_than_is_counted(tmp_pa
             if part in vars(layer)
         )
 
-    found = kept(3) - kept(2)
-    assert 0 < found <= facts.cache_width
+    assert kept(40) - kept(39) == facts.cache_width
+    assert facts.in_batches == can_batch(target)
     if can_batch(target):  # what is decoded in batches keeps all of it
-        assert found == facts.cache_width
+        assert kept(40) == 40 * facts.cache_width
 
 
 def test_an_evaluators_caches_are_those_of_its_batch_or_of_as_many_tokens_as_it_ever_keeps(folder):
@@ -123,6 +128,56 @@ def test_an_evaluators_caches_are_those_of_its_batch_or_of_as_many_tokens_as_it_
         loaded, _ = facts_of(folder, eval__batch=str(batch), model__dtype="float32")
         caches = evaluator_memory(loaded.config, facts)["caches"]
         assert caches == 4 * tokens * (facts.cache_width + context_width)
+        one_by_one = facts._replace(in_batches=False)
+        caches = evaluator_memory(loaded.config, one_by_one)["caches"]
+        assert caches == 4 * drafter.max_position_embeddings * (facts.cache_width + context_width)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operations make, and the most that there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        if made.untyped_storage().data_ptr() not in known:
+            self.now += made.untyped_storage().nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(made, self._gone, made.untyped_storage().nbytes())
+        return made
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize("rules", [{}, {"multiplier": 0.5}, {"softcap": 3.0}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_counted_as_they_are_made(folder, rules, dtype):
+    facts, item = facts_of(folder)[1], getattr(torch, dtype).itemsize
+    shape = replace(
+        facts.drafter,
+        output_multiplier=rules.get("multiplier", 1.0), final_logit_softcapping=rules.get("softcap", 0.0),
+    )  # fmt: skip
+    head = FrozenHead(torch.ones(1000, 2, dtype=getattr(torch, dtype)), **rules)
+    hidden = torch.ones(10, 2, dtype=getattr(torch, dtype))
+    with Live() as live:
+        head.logits(hidden)
+    assert live.most == 10 * 1000 * logit_bytes(item, shape)
+
+
+def test_a_drafter_is_loaded_in_float32_on_the_host_before_anything_is_decoded(folder):
+    loaded, facts = facts_of(folder, model__dtype="bfloat16")
+    own_bytes = sum(p.numel() * p.element_size() for p in Drafter(facts.drafter, seed=None).parameters())
+    assert own_bytes == 4 * facts.drafter.parameter_count  # and the file's tensors beside it
+    tiny = facts._replace(rows=1, cache_width=0)
+    large = tiny._replace(drafter=replace(facts.drafter, intermediate_size=1 << 20))
+    for model, on_gpu, item in ((tiny, True, 2), (large, True, 2), (large, False, 8)):
+        parts = evaluator_memory(loaded.config, model, on_gpu=on_gpu)
+        assert parts["drafter"] == item * model.drafter.parameter_count
+        assert ("caches" in parts) == (item == 2)
 
 
 def test_a_gpu_that_is_not_there_is_named(folder):
