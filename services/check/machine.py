@@ -13,7 +13,7 @@ from pathlib import Path
 
 from protocol.arena import arena_bytes, free_bytes
 from protocol.sockets import MAX_IPC_PATH_BYTES
-from services.check.evaluator import evaluator_memory
+from services.check.evaluator import LOADING_BYTES, evaluator_memory
 from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.rules import packs_needed
@@ -77,10 +77,11 @@ def named(parts: dict[str, int]) -> str:
 
 
 def _evaluator(config: Config, model: ModelFacts) -> int:
-    """As a process it is a target."""
+    """As a process it is a target; a drafter is loaded on the host, also for a GPU."""
     gpu = config.evaluator.gpu
     on_cpu = _on_cpu((gpu,) if gpu else ())
-    return _process("target", on_cpu) + (sum(evaluator_memory(config, model).values()) if on_cpu else 0)
+    loading = LOADING_BYTES * model.drafter.parameter_count
+    return _process("target", on_cpu) + (sum(evaluator_memory(config, model).values()) if on_cpu else loading)
 
 
 def _process(role: str, on_cpu: bool) -> int:

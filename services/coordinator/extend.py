@@ -59,6 +59,10 @@ def first_changed_epoch(recorded: Mapping[str, Any], wanted: Mapping[str, Any], 
     if not only_extends(recorded, wanted):
         raise ConfigError(f"a run can only be given other datasets and epochs, but also differs: {changed}")
     old, new = _datasets(recorded), _datasets(wanted)
+    if len(new) < begun:
+        raise ConfigError(
+            f"run.epochs: {begun} have begun, so it cannot be less; give the number wanted in all"
+        )
     longest = max(len(old), len(new))
     first = next((e for e in range(longest) if old[e : e + 1] != new[e : e + 1]), longest)
     if first < begun:

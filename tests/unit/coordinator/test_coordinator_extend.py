@@ -39,7 +39,7 @@ def test_epochs_are_planned_anew_from_the_first_that_differs(recorded, wanted, b
     [
         (run_of("b", 3), r'epoch 0 has begun.*data\.later = \["2:PATH"\]'),
         (run_of("a 1:b", 3), "epoch 1 has begun"),
-        (run_of("a", 1), "epoch 1 has begun"),
+        (run_of("a", 1), "run.epochs: 2 have begun, so it cannot be less"),
         (run_of("a 2:b", 3, lr=2.0), r"recipe\.lr: 1\.0 in the run, 2\.0 now"),
         (run_of("a", 2), "just start it"),
     ],
