@@ -29,7 +29,8 @@ import torch
 from drafter_step import SHAPES, VARIANTS, Case, machine, shape_of, wait
 
 from protocol.messages import BatchId, Group, Member, StepTry
-from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, meet
+from services.drafter.meeting import meet
+from services.drafter.reduce import GroupReducer, LocalReducer, Reducer
 from services.drafter.step import LastPack
 
 WARM_STEPS, STEPS = 2, 8

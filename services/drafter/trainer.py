@@ -5,6 +5,7 @@
     thread checkpoint, while there is one to write               (services/drafter/saver.py)
     thread link      owns the sockets                            (services/link.py)
     thread trace     a trace of the main thread, on request      (services/tracer.py)
+    thread group     what a peer may hold: left behind with it   (services/drafter/leavable.py)
 
 The desk decides and the trainer does; after each action it says the whole level again. One lock keeps
 desk and intake in step, and nobody holds it for more than some 20 us.
@@ -45,7 +46,8 @@ from services.drafter.desk import (
     Wait,
 )
 from services.drafter.intake import Intake
-from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, Standing, TryLeft, meet, plan_copies
+from services.drafter.meeting import Standing, meet, plan_copies
+from services.drafter.reduce import GroupReducer, LocalReducer, Reducer, TryLeft
 from services.drafter.saver import Saver, Unsaved
 from services.drafter.start import Started, device_of, hello, initial_weights, start
 from services.drafter.step import LastPack, Outcome

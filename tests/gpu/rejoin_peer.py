@@ -3,9 +3,11 @@
     survive   ("form", Group) -> (members summed, digest), why the group ended, (members summed, when) alone
               "changed" in the pipe: its orders want another group      ("leave",) -> what it still holds
     join      ("form", Group, how) -> (members summed, digest); dies at the door of a sum or at any moment
+    vanish    ("form", Group, where); ends before its group is connected, or before its first sum
+    outlive   Group -> why it ended, members summed alone; Group -> members summed in it
 
-Both begin a group as a trainer does, by copying the survivor's state to the newcomer. Not a test module: a
-forkserver that asked for GPUs could not have children that use them.
+Where a survivor and a newcomer sum, they begin as trainers do, by copying the survivor's state. Not a test
+module: a forkserver that asked for GPUs could not have children that use them.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import torch
 
 from protocol.errors import GroupBroken
 from protocol.messages import Group, StepAt, StepTry
-from services.drafter.reduce import GroupReducer, LocalReducer, Meeting, Standing, TryLeft, meet, plan_copies
+from services.drafter.meeting import Meeting, Standing, meet, plan_copies
+from services.drafter.reduce import GroupReducer, LocalReducer, TryLeft
 
 SURVIVOR, NEWCOMER = "drafter-survivor", "drafter-newcomer"
 DOOR, ANY_MOMENT = "door", "any moment"
+CONNECTING, ARRIVED = "connecting", "arrived"
 
 
 class Member:
@@ -129,6 +133,47 @@ def join(pipe: Connection, device: torch.device, elements: int) -> None:
     meeting.gather("try/" + "-".join(map(str, step_try)), None)
     threading.Event().wait(0.05)  # the survivor is to read the verdict in a store that may die with this one
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def vanish(pipe: Connection, device: torch.device, elements: int) -> None:
+    """A newcomer that is gone before the survivor knows it from a collective."""
+    member = Member(NEWCOMER, pipe, device, elements)
+    member.wait()
+    pipe.send("ready")
+    _, group, where = pipe.recv()
+    meeting = meet(group, NEWCOMER, lambda _try: True)
+    meeting.share(Standing(None, "", None))
+    if where == CONNECTING:
+        os._exit(1)
+    GroupReducer(meeting, device).arrive(StepTry(0, group.generation, 1, 1))
+    os._exit(1)
+
+
+def outlive(pipe: Connection, device: torch.device, elements: int) -> None:
+    """Loses a group before its first sum, and stands in another one, in the same process."""
+    member = Member(SURVIVOR, pipe, device, elements)
+    member.wait()
+    pipe.send("ready")
+    group = pipe.recv()
+    try:
+        meeting = meet(group, SURVIVOR, lambda _try: not pipe.poll())
+        meeting.share(Standing(None, "", None))
+        reducer = GroupReducer(meeting, device)
+        try:
+            member.sum_(reducer, group.generation, 1)
+        finally:
+            reducer.close()
+        pipe.send("not broken")
+    except (GroupBroken, TryLeft) as error:
+        pipe.send(str(error))
+    changed = pipe.recv()
+    assert changed == "changed", changed
+    pipe.send(member.sum_(LocalReducer(), group.generation, 0))
+    group = pipe.recv()
+    member.step = group.generation
+    _, reducer = member.form(group, lambda _try: True)
+    pipe.send(member.sum_(reducer, group.generation, 1))
+    pipe.recv()
 
 
 def account(device: torch.device) -> dict[str, float]:

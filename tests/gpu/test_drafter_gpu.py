@@ -20,8 +20,9 @@ from services.config.schema import Config
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.head import FrozenHead
+from services.drafter.meeting import Standing, meet
 from services.drafter.metrics import Phases
-from services.drafter.reduce import GroupReducer, LocalReducer, Standing, meet
+from services.drafter.reduce import GroupReducer, LocalReducer
 from services.drafter.step import LastPack, StepGradient
 from services.drafter.weights import Weights
 

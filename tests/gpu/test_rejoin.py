@@ -4,6 +4,10 @@ The survivor lives through all rounds. In the first half it hosts the group's st
 victim does; victims die in turns at the door of a sum, which leaves the survivor inside it, and at a random
 moment. What is timed begins with the kill: until the survivor has summed alone, and until it has summed with
 the newcomer, who was started before, so that it is the group's time and not that of a process's start.
+
+A member may also be lost before its group has summed anything: while NCCL connects, which nothing can abort,
+or with its arrival. The survivor is out within seconds of its orders' change, and its process good for the
+next group.
 """
 
 from __future__ import annotations
@@ -53,6 +57,11 @@ class Child:
         self.process.kill()
         self.process.join(PATIENCE_S)
         self.pipe.close()
+
+
+def needs_two_gpus(test: Any) -> Any:
+    lacks = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+    return pytest.mark.gpu(lacks(test))
 
 
 def group_of(generation: int, survivor_rank: int) -> Group:
@@ -115,7 +124,53 @@ def test_a_survivor_goes_on_and_takes_newcomers_in() -> None:
     run_rounds(("cpu", "cpu"), elements=1 << 18, rounds=int(ROUNDS or 4))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@needs_two_gpus
 def test_a_survivor_on_a_gpu_goes_on_and_takes_newcomers_in() -> None:
     run_rounds(("cuda:0", "cuda:1"), elements=1 << 28, rounds=int(ROUNDS or 20))
+
+
+def lose_early(devices: tuple[str, str], where: str, survivor_rank: int) -> None:
+    """A group whose other member ends at `where`, then one with a newcomer."""
+    roles = ((rejoin_peer.outlive, 0), (rejoin_peer.vanish, 1), (rejoin_peer.join, 1))
+    children = [Child(run, devices[place], elements=1 << 20) for run, place in roles]
+    survivor, victim, newcomer = children
+    try:
+        assert [child.hear() for child in children] == ["ready"] * 3
+        group = group_of(1, survivor_rank)
+        survivor.pipe.send(group)
+        victim.pipe.send(("form", group, where))
+        assert wait([victim.process.sentinel], PATIENCE_S), "the victim lives on"
+        assert victim.process.exitcode == 1, "it ended elsewhere"
+        changed_s = time.monotonic()
+        survivor.pipe.send("changed")
+        why = survivor.hear()
+        left_s = time.monotonic() - changed_s
+        print(f"{where}, survivor of rank {survivor_rank}: out after {left_s:.3f} s: {why}")
+        assert why != "not broken" and left_s < ALONE_S
+        assert survivor.hear() == 1.0
+        group = group_of(2, survivor_rank)
+        survivor.pipe.send(group)
+        newcomer.pipe.send(("form", group, rejoin_peer.DOOR))
+        assert survivor.hear() == newcomer.hear()[0] == 2.0
+        assert time.monotonic() - changed_s < TOGETHER_S
+    finally:
+        for child in children:
+            child.end()
+
+
+early = pytest.mark.parametrize("where", [rejoin_peer.CONNECTING, rejoin_peer.ARRIVED])
+of_either_rank = pytest.mark.parametrize("survivor_rank", [0, 1])
+
+
+@pytest.mark.process
+@early
+@of_either_rank
+def test_a_member_lost_before_the_first_sum_holds_nobody(where: str, survivor_rank: int) -> None:
+    lose_early(("cpu", "cpu"), where, survivor_rank)
+
+
+@needs_two_gpus
+@early
+@of_either_rank
+def test_a_member_lost_before_the_first_sum_holds_nobody_on_a_gpu(where: str, survivor_rank: int) -> None:
+    lose_early(("cuda:0", "cuda:1"), where, survivor_rank)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from drafter_cases import CPU, add_packs, random_pack, sum_over, tiny_config, ti
 
 from protocol.errors import GroupBroken
 from protocol.messages import BatchId, Group, Member, StepAt, StepTry
+from services.drafter import meeting as meeting_module
 from services.drafter import reduce
-from services.drafter.reduce import Copy, GroupReducer, LocalReducer, Standing, TryLeft, meet, plan_copies
+from services.drafter.meeting import Copy, Standing, meet, plan_copies
+from services.drafter.reduce import GroupReducer, LocalReducer, TryLeft
 from services.drafter.step import LastPack
 
 TRY = StepTry(0, 0, 1, 1)
@@ -210,6 +213,203 @@ def test_the_death_of_the_stores_host_breaks_the_group():
         for rank in (1, 2):
             assert "member was lost" in ranks.hear(rank)
         assert time.monotonic() - start_s < 2.0
+
+
+# ---- members that are frozen ------------------------------------------------------------------
+
+
+def freeze(process) -> None:
+    """Stop all its threads, and see that they are."""
+    os.kill(process.pid, signal.SIGSTOP)
+    stat, deadline_s = Path(f"/proc/{process.pid}/stat"), time.monotonic() + SECONDS
+    while stat.read_text().rpartition(") ")[2][0] != "T":
+        assert time.monotonic() < deadline_s, "it does not stop"
+
+
+class Held:
+    """Asks the test for its orders once the host is frozen; before, it wants everything."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.frozen, self.saw = pipe, False, []
+
+    def wanted(self, _try) -> bool:
+        if not self.frozen:
+            return True
+        self.pipe.send("held")
+        return self.pipe.recv()
+
+    def freeze_here(self) -> None:
+        self.pipe.send("here")
+        self.pipe.recv()
+        self.frozen = True
+
+    def broken(self, call) -> None:
+        """`call` ends because of the orders; then what was left behind ends with the host."""
+        try:
+            call()
+        except GroupBroken as error:
+            self.pipe.send(str(error))
+        self.pipe.recv()
+        threads = [thread for thread in threading.enumerate() if thread.name == "group"]
+        for thread in threads:
+            thread.join(SECONDS)
+        self.pipe.send(any(thread.is_alive() for thread in threads))
+
+
+def held_by_the_host(rank: int, group: Group, pipe: Connection, where: str) -> None:
+    """Both go as far as `where`; there the host stays."""
+    torch.set_num_threads(1)
+    meeting_module.ANSWER_S = 2.0  # also torch's patience with a host that is gone
+    held = Held(pipe)
+
+    def here(place: str, call) -> bool:
+        if place == where:
+            held.freeze_here()
+            held.broken(call)
+        return place == where
+
+    if rank == 1:
+        pipe.recv()  # the host listens
+        if here("meet", lambda: meet(group, "drafter-1", held.wanted)):
+            return
+    meeting = meet(group, f"drafter-{rank}", held.wanted)
+    if rank == 0:
+        pipe.send("listens")
+        if where == "meet":
+            pipe.recv()
+    if here("share", lambda: meeting.share(NOBODY)):
+        return
+    meeting.share(NOBODY)
+    if here("connect", lambda: GroupReducer(meeting, CPU)):
+        return
+    reducer = GroupReducer(meeting, CPU)
+    sum_over(reducer, [torch.ones(4)], TRY)
+    here("arrive", lambda: reducer.arrive(TRY._replace(step=1)))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", ["meet", "share", "connect", "arrive"])
+def test_a_frozen_host_holds_nobody_whose_orders_have_changed(where):
+    with Ranks(held_by_the_host, 2, where) as ranks:
+        assert ranks.hear(0) == "listens"
+        ranks.pipes[1].send("the host listens")
+        assert ranks.hear(1) == "here" and (where == "meet" or ranks.hear(0) == "here")
+        freeze(ranks.processes[0])
+        ranks.pipes[1].send("frozen")
+        for wanted in (True, False):
+            assert ranks.hear(1) == "held"
+            ranks.pipes[1].send(wanted)
+        changed_s = time.monotonic()
+        assert "did not answer" in ranks.hear(1)
+        assert time.monotonic() - changed_s < 2.0
+        ranks.processes[0].kill()
+        ranks.pipes[1].send("killed")
+        assert ranks.hear(1) is False, "the thread lives on without a host"
+
+
+QUESTIONS = {  # `set` waits for no answer
+    "get": lambda store: store.get("key"),
+    "add": lambda store: store.add("count", 1),
+    "check": lambda store: store.check(["key"]),
+    "compare_set": lambda store: store.compare_set("key", "", "value"),
+    "delete_key": lambda store: store.delete_key("key"),
+}
+
+
+def ask_everything(rank: int, group: Group, pipe: Connection) -> None:
+    held = Held(pipe)
+    if rank == 0:
+        meeting = meet(group, "drafter-0", held.wanted)
+        pipe.send("listens")
+        pipe.recv()
+        assert meeting.rank == 0, "the store lives as long as the meeting"
+        return
+    pipe.recv()  # the host listens
+    meetings = {name: meet(group, "drafter-1", held.wanted) for name in QUESTIONS}
+    held.freeze_here()
+    for name, meeting in meetings.items():
+        with pytest.raises(GroupBroken, match="did not answer"):
+            meeting._ask(lambda meeting=meeting, name=name: QUESTIONS[name](meeting.store))
+        pipe.send(name)
+
+
+@pytest.mark.process
+def test_no_question_to_a_frozen_store_holds_the_interpreter_or_its_caller():
+    with Ranks(ask_everything, 2) as ranks:
+        assert ranks.hear(0) == "listens"
+        ranks.pipes[1].send("the host listens")
+        assert ranks.hear(1) == "here"
+        freeze(ranks.processes[0])
+        ranks.pipes[1].send("frozen")
+        for name in QUESTIONS:
+            assert ranks.hear(1) == "held"
+            ranks.pipes[1].send(False)
+            assert ranks.hear(1) == name
+
+
+def give_up_on_a_silent_store(rank: int, group: Group, pipe: Connection) -> None:
+    """The coordinator hears the host, and only its peers do not: orders will not change."""
+    meeting_module.ANSWER_S = 1.0
+    pipe.send("listens" if rank == 0 else pipe.recv())
+    meeting = meet(group, f"drafter-{rank}", lambda _try: True)
+    pipe.send("met")
+    pipe.recv()
+    with pytest.raises(GroupBroken, match="did not answer for 1 s"):
+        meeting.share(NOBODY)
+    with pytest.raises(GroupBroken, match="an earlier call"):
+        meeting.gather("door", None)
+    pipe.send("left")
+
+
+@pytest.mark.process
+def test_a_store_that_is_silent_for_long_breaks_the_group_whatever_the_orders_say():
+    with Ranks(give_up_on_a_silent_store, 2) as ranks:
+        assert ranks.hear(0) == "listens" and ranks.hear(0) == "met"
+        ranks.pipes[1].send("listens")
+        assert ranks.hear(1) == "listens" and ranks.hear(1) == "met"
+        freeze(ranks.processes[0])
+        ranks.pipes[1].send("frozen")
+        assert ranks.hear(1) == "left"
+
+
+def copy_until_frozen(rank: int, group: Group, pipe: Connection) -> None:
+    """Rank 0 gives its state, and stops between two buckets of it."""
+    reduce.BUCKET_ELEMENTS = 1 << 10
+    held = Held(pipe)
+    _, _, reducer = form(rank, group, held.wanted)
+    state = torch.full((1 << 12,), 1.0 - rank)
+
+    def parts():
+        yield state[: 1 << 10]
+        if rank == 0:
+            pipe.send("here")
+            pipe.recv()
+        else:
+            held.freeze_here()
+        yield state[1 << 10 :]
+
+    if rank == 0:
+        reducer.send(parts(), 1)
+        return
+    held.broken(lambda: reducer.receive(parts(), 0))
+    pipe.send(state.tolist())
+
+
+@pytest.mark.process
+def test_a_source_that_freezes_is_left_and_writes_no_weights_when_it_goes_on():
+    with Ranks(copy_until_frozen, 2) as ranks:
+        assert ranks.hear(0) == ranks.hear(1) == "here"
+        freeze(ranks.processes[0])
+        ranks.pipes[1].send("frozen")
+        for wanted in (True, False):
+            assert ranks.hear(1) == "held"
+            ranks.pipes[1].send(wanted)
+        assert "did not answer" in ranks.hear(1)
+        os.kill(ranks.processes[0].pid, signal.SIGCONT)
+        ranks.pipes[0].send("go on")
+        ranks.pipes[1].send("it goes on")
+        assert ranks.hear(1) is False, "what it sent has not arrived"
+        assert ranks.hear(1) == [1.0] * (1 << 10) + [0.0] * (3 << 10)
 
 
 # ---- orders that change -----------------------------------------------------------------------
