@@ -205,11 +205,7 @@ class Run:
             while not until():
                 if revive:
                     self.revive()
-                failed = [
-                    n
-                    for n, p in self.processes.items()
-                    if (p.poll() or 0) > 0 and p.poll() != ExitCode.STOPPED
-                ]
+                failed = [name for name, process in self.processes.items() if self._failed(process)]
                 assert revive or not failed, f"{what}: {failed} ended with an error\n{self.tails()}"
                 assert not patience.over(), f"{what}: no progress for {DEADLINE_S} s\n{self.tails()}"
                 try:
@@ -220,16 +216,23 @@ class Run:
             pause.kill()
             pause.wait()
 
+    def _failed(self, process: subprocess.Popen[bytes]) -> bool:
+        """Not one that was stopped, or that came too late for a run of a second."""
+        code = process.poll() or 0
+        return code > 0 and code != ExitCode.STOPPED and not (code == ExitCode.PEER_LOST and self.finished())
+
     def tails(self) -> str:
         return "\n".join(f"--- {n}\n" + "\n".join(self.log(n).splitlines()[-15:]) for n in self.processes)
 
     def wait_step(self, step: int, *, revive: bool = False) -> None:
         self.wait(lambda: self.committed_steps() >= step, f"step {step}", revive=revive)
 
-    def wait_joined(self) -> None:
-        """Until every role has been admitted once: who comes after the end finds no coordinator."""
-        roles = len(self.names()) - 1
-        self.wait(lambda: self.log("coordinator").count(" joined as ") >= roles, "all roles to join")
+    def start_targets_first(self) -> None:
+        """The drafters once all targets are there: no step is made before."""
+        drafters = [name for name in self.names() if name.startswith("drafter")]
+        self.start(*(name for name in self.names() if name not in drafters))
+        self.wait(lambda: self.log("coordinator").count(" joined as ") >= self.targets, "all targets to join")
+        self.start(*drafters)
 
     def wait_finished(self, *, revive: bool = False) -> None:
         """Until the coordinator has left with status 0 and every role with it."""

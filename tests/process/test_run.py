@@ -19,8 +19,7 @@ def test_weights_do_not_depend_on_the_number_of_targets(make_run, undisturbed):
 @pytest.mark.parametrize("killed", [("target-0", "target-1"), pytest.param((), marks=pytest.mark.long)])
 def test_weights_survive_a_stop_half_way_and_a_resume(make_run, undisturbed, killed):
     run = make_run()
-    run.start()
-    run.wait_joined()
+    run.start_targets_first()
     run.wait_step(5)
     for name in killed:  # packs that nobody computes again are not waited for
         run.kill(name)
