@@ -67,23 +67,22 @@ def stop(context: typer.Context, run: RunFolder = None, config: ConfigFile = Non
     """Stop the run cleanly: finish the step, record a checkpoint, leave."""
     from services.local.reports import ending
     from services.local.status import Status
-    from services.local.stop import ended, result
+    from services.local.stop import ended
     from services.local.stop import stop as stop_and_wait
 
     def tell(status: Status) -> None:
-        at = f"step {status.step} of {status.total_steps}"
-        typer.echo(f"{status.state}, {at}: the step is finished and a checkpoint recorded", err=True)
+        waits = f"no checkpoint yet ({status.reason})" if status.reason else "ends the step and saves it"
+        typer.echo(f"{status.state}, step {status.step} of {status.total_steps}: {waits}", err=True)
 
     folder = _run_dir(context, run, config)
     try:
-        stop_and_wait(folder, tell)
-        last = result(folder)
+        last = stop_and_wait(folder, tell)
     except PeerGone:
-        last = ended(folder)  # nothing is left to stop
-        if last is None:
+        over = ended(folder)  # nothing is left to stop
+        if over is None:
             raise
-    if last is not None:
-        typer.echo(ending(last))
+        last = over
+    typer.echo(ending(last))
 
 
 @runs.command()

@@ -42,6 +42,10 @@ _STDERR = 2  # the descriptor, which stays open whatever becomes of sys.stderr
 _NAME_CHARACTERS = 24  # of the run's name in a path that must fit into a socket address (107 bytes)
 
 
+FOR = "Draftmill-Coordinator"
+"""HTTP header of a request that is meant for one coordinator: its incarnation."""
+
+
 class ExitCode(IntEnum):
     """See the table above."""
 

@@ -40,7 +40,9 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
                 in_use=True,
             )
         ]
-    if data is None or not (config.run.dir / LEDGER).exists():
+    if not (config.run.dir / LEDGER).exists():
+        return [Finding(subject, rule) for rule in _strangers(config.run.dir / "checkpoints")]
+    if data is None:
         return []
     try:
         recorded = recorded_identity(config.run.dir / LEDGER)
@@ -55,6 +57,16 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
     changed = "; ".join(differences(recorded, current))
     rule = f"its ledger is of other training options: {changed}. {remedy(recorded, current)}"
     return [Finding(subject, rule)] if changed else []
+
+
+def _strangers(checkpoints: Path) -> list[str]:
+    names = sorted(folder.name for folder in checkpoints.glob("ckpt-*")) if checkpoints.is_dir() else []
+    if not names:
+        return []
+    return [
+        f"{len(names)} checkpoints ({names[-1]}) of a ledger that is gone; "
+        f"restore {LEDGER} from a backup, or move them away to begin anew"
+    ]
 
 
 def _other_data(recorded: dict[str, Any], current: dict[str, Any], began: str, now: str) -> str:

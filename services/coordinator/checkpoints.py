@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol.errors import LedgerError
 from services.coordinator.ledger import Ledger
 
 _PARTIAL = ".partial-"
@@ -25,6 +26,25 @@ def retire(ledger: Ledger, root: Path, *, keep: int, busy: str = "") -> None:
     for row in rows[:-keep]:
         ledger.forget_checkpoint(row.name)
         shutil.rmtree(root / row.name, ignore_errors=True)
+
+
+def refuse_strangers(ledger: Ledger, root: Path) -> None:
+    """Checkpoints beside a new ledger are not swept: theirs was lost, and they are all that is left.
+
+    Raises LedgerError.
+    """
+    if not ledger.knows_anybody() and (strangers := whole_checkpoints(root)):
+        raise LedgerError(
+            f"{root}: {len(strangers)} checkpoints ({strangers[-1]}) of a ledger that is gone; restore "
+            "ledger.sqlite from a backup, or move them away to begin anew"
+        )
+
+
+def whole_checkpoints(root: Path) -> list[str]:
+    """Names of the folders that were renamed once all of them was on the disk, ascending."""
+    if not root.is_dir():
+        return []
+    return sorted(folder.name for folder in root.glob("ckpt-*") if folder.is_dir())
 
 
 def sweep_unknown(ledger: Ledger, root: Path, lives: Callable[[str], bool]) -> list[str]:

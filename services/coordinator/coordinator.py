@@ -82,6 +82,9 @@ class Coordinator:
             self.members, ledger, fingerprint, size.slot_bytes, until_s=now_s + config.coordinator.rejoin_s
         )
         self._cannot_load: dict[str, tuple[float, str]] = {}  # drafters without a state: since, and why
+        self.unsaved = ""  # why a stop has no checkpoint to end on yet
+        self._unsaved_from_s = 0.0
+        self._left_unsaved = False
 
     def new_stamp(self) -> Stamp:
         self._counter += 1
@@ -119,7 +122,7 @@ class Coordinator:
     def _stopped_cleanly(self) -> bool:
         if self.current is not None or self.recovering:  # who is awaited may have steps that nobody saved
             return False
-        return self.saves.recorded(self.step) or not self.complete_members()
+        return self.saves.recorded(self.step) or not self.complete_members() or self._left_unsaved
 
     def complete_members(self) -> list[DrafterMember]:
         """Living drafters with the weights of the ledger's last step, or its voted gradient in hand."""
@@ -233,6 +236,7 @@ class Coordinator:
             self.current.vote(name, report.vote)
         for saved in report.saved:
             if self.saves.saved(saved, self.here):
+                self.unsaved = ""
                 self.record.event(f"checkpoint {saved.name} recorded")
         if report.failures:
             self._drafter_failed(member, report.failures, now_s)
@@ -244,6 +248,9 @@ class Coordinator:
         if self.record.error(member.incarnation, error):
             log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
         self.saves.given_up(member.incarnation)
+        if self.stopping and self.current is None and not self.unsaved:
+            reasons = [failure.reason for failure in failures if failure.order == "save"]
+            self.unsaved, self._unsaved_from_s = "".join(reasons[:1]), now_s
         if member.complete is None and any(failure.order == "adopt" for failure in failures):
             self._cannot_load.setdefault(member.incarnation, (now_s, error))
 
@@ -292,6 +299,7 @@ class Coordinator:
             return
         self._judge(now_s)
         self._leave_a_lost_try()
+        self._leave_unsaved(now_s)
         self._give_up_unless_somebody_loads(now_s)
         self._form_world(now_s)
         if not self.failed_reason:
@@ -330,6 +338,14 @@ class Coordinator:
             return
         if any(batch not in self.pool.flights for _, batch in self.current.composition):
             self._abort("the run stops, and a pack of this step is not there")
+
+    def _leave_unsaved(self, now_s: float) -> None:
+        """A stop does not wait for a full disk for ever: what is not saved is trained again."""
+        if self.current is not None or self.saves.recorded(self.step):
+            self.unsaved = ""
+        elif self.unsaved and now_s - self._unsaved_from_s > self.config.watch.stop_s:
+            self._left_unsaved = True
+            self.record.event(f"stopped without a checkpoint of step {self.step}: {self.unsaved}")
 
     def _give_up_unless_somebody_loads(self, now_s: float) -> None:
         """A state that no drafter can read, time and again; one that has it would give it to the others."""

@@ -4,14 +4,19 @@
     GET /metrics   Prometheus text          GET /healthz   200 while there is progress, 503 with the reason
     GET /status    the snapshot, JSON       POST /stop     finish the step, record a checkpoint, leave
 
-One daemon thread, standard library only; it reads whole snapshots and never the coordinator's state.
+Daemon threads, standard library only; they read whole snapshots and never the coordinator's state. A
+request that names a coordinator (its incarnation, in the header FOR) is answered by that one alone: on a
+fixed port another run may listen where the one that was meant has ended.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
@@ -20,15 +25,23 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from protocol.errors import AlreadyRunning
 from services.coordinator.metrics import Snapshot, registry
+from services.lifecycle import FOR
+
+log = logging.getLogger(__name__)
 
 _POLICY = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 """The page needs nothing from elsewhere, so a browser may refuse everything from elsewhere."""
 
 
+CONNECTIONS = 32
+"""At a time; a client that sends its request byte by byte would otherwise keep a file open for ever."""
+
+
 class Board:
     """The newest snapshot and health, handed from the loop to the HTTP threads."""
 
-    def __init__(self, on_stop: Callable[[], None]) -> None:
+    def __init__(self, on_stop: Callable[[], None], incarnation: str = "") -> None:
+        self.incarnation = incarnation  # whose board it is
         self.snapshot: Snapshot | None = None
         self.unhealthy = "starting"
         self.on_stop = on_stop
@@ -41,12 +54,11 @@ class StatusServer:
     def __init__(self, board: Board, host: str, port: int) -> None:
         handler = type("Handler", (_Handler,), {"board": board})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = _Connections((host, port), handler)
         except OSError as error:
             raise AlreadyRunning(
                 f"http address {host}:{port}: {error.strerror}; set coordinator.http_port to a free one, or 0"
             ) from error
-        self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
@@ -56,6 +68,34 @@ class StatusServer:
         self._server.server_close()
 
 
+class _Connections(ThreadingHTTPServer):
+    """A thread each; the oldest gives way to one too many."""
+
+    daemon_threads = True
+    request_queue_size = CONNECTIONS
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[Any, None] = {}  # oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._open) >= CONNECTIONS:
+            with suppress(OSError, RuntimeError, StopIteration, KeyError):  # it has just ended
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no news."""
+        log.debug("request broken off", exc_info=True)
+
+
 class _Handler(BaseHTTPRequestHandler):
     board: Board
     server_version = "draftmill"
@@ -63,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         board = self.board
+        if self._is_for_another():
+            return
         if self.path == "/":
             page = files("services.coordinator").joinpath("page.html").read_bytes()
             self._answer(200, "text/html; charset=utf-8", page)
@@ -79,11 +121,20 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if "Origin" in self.headers:  # a page of another site, in the browser of someone who may stop runs
             self._answer(403, "text/plain", b"not from a browser")
+        elif self._is_for_another():
+            return
         elif self.path == "/stop":
             self.board.on_stop()
             self._answer(202, "text/plain", b"stopping: after this step, on a recorded checkpoint")
         else:
             self._answer(404, "text/plain", b"only /stop takes a POST")
+
+    def _is_for_another(self) -> bool:
+        meant = self.headers.get(FOR, "")
+        if meant in ("", self.board.incarnation):
+            return False
+        self._answer(409, "text/plain", b"another coordinator listens here")
+        return True
 
     def _answer(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)

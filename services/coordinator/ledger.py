@@ -149,6 +149,10 @@ class Ledger:
         rows = self._db.execute("SELECT name FROM incarnations WHERE died IS NOT NULL").fetchall()
         return {name for (name,) in rows}
 
+    def knows_anybody(self) -> bool:
+        """Whether a role has ever been welcomed: without one there is no checkpoint of this ledger."""
+        return self._db.execute("SELECT 1 FROM incarnations LIMIT 1").fetchone() is not None
+
     # ---- history ------------------------------------------------------------------------------
 
     @property

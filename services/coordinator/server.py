@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -33,7 +34,7 @@ from protocol.messages import (
 )
 from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
-from services.coordinator.checkpoints import retire, sweep_unknown
+from services.coordinator.checkpoints import refuse_strangers, retire, sweep_unknown
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.disk import disk_full
 from services.coordinator.evaluation import Evaluation
@@ -240,6 +241,7 @@ class Server:
         if self._uploader is None or self._config.watch.linger:
             return
         self._keep_checkpoints()
+        self._uploader.hurry()
         enough = self._uploader.errors + LAST_UPLOAD_TRIES
         while self._uploader.pending and self._uploader.errors < enough:
             watchdog.beat()
@@ -323,8 +325,12 @@ class Server:
 
 
 def arena_bytes(folder: Path) -> int:
-    """Bytes of the arena files in the run's folder in memory."""
-    return sum(file.stat().st_size for file in folder.glob("*.arena"))
+    """Bytes of the arena files in the run's folder in memory; of those that are there when it looks."""
+    total = 0
+    for file in folder.glob("*.arena"):
+        with suppress(FileNotFoundError):  # its target has left meanwhile
+            total += file.stat().st_size
+    return total
 
 
 def arena_space(folder: Path) -> ArenaSpace:
@@ -341,6 +347,7 @@ def main(config: Config) -> ExitCode:
     identity, size = identity_and_size(config, data)
     with disk_full(config.run.dir), FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(config.run.dir / "ledger.sqlite", identity)
+        refuse_strangers(ledger, config.run.dir / "checkpoints")
         ledger.name_datasets(data.places)
         folder = private_folder(arena_folder(config))
         endpoint = control_endpoint(config)
@@ -364,10 +371,11 @@ def main(config: Config) -> ExitCode:
 def _serve(config: Config, server: Server, endpoint: str) -> ExitCode:
     signalled = stop_on_signals(server.ask_stop)
     watchdog = Watchdog(config.watch.stuck_s).start()
+    server.board.incarnation = new_incarnation("coordinator")
     web = StatusServer(server.board, config.coordinator.http_host, config.coordinator.http_port)
     where = {
         "http": web.url, "control": endpoint, "pid": os.getpid(),
-        "host": socket.gethostname(), "incarnation": new_incarnation("coordinator"),
+        "host": socket.gethostname(), "incarnation": server.board.incarnation,
     }  # fmt: skip
     write_durably(config.run.dir / "coordinator.json", json.dumps(where).encode())
     log.info("serving", extra=where)

@@ -52,7 +52,8 @@ def snapshot(
     return {
         "run": name,
         "state": _state(core),
-        "reason": core.failed_reason,
+        "reason": core.failed_reason or core.unsaved,
+        "lingers": core.config.watch.linger,
         **_progress(core),
         **_flow(core),
         "loss": values.get("loss"),

@@ -46,7 +46,7 @@ class Uploader:
         self._change = threading.Condition()
         self._pending: list[str] = []
         self._done: set[str] = set()
-        self._leaving = False
+        self._leaving = self._hurried = False
         self.busy = ""
         self.errors = 0
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -66,6 +66,12 @@ class Uploader:
                 self._pending = wanted
                 self._change.notify_all()
 
+    def hurry(self) -> None:
+        """Try again now, and from now on after short pauses: who waits is about to leave."""
+        with self._change:
+            self._hurried = True
+            self._change.notify_all()
+
     def close(self) -> None:
         """Ends after the copy under way has ended or failed; does not wait for it."""
         with self._change:
@@ -83,7 +89,7 @@ class Uploader:
                 self._finish(name, done=False)
                 if self._pause(pause_s):
                     return
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                pause_s = FIRST_PAUSE_S if self._hurried else min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 self._finish(name, done=True)
                 pause_s = FIRST_PAUSE_S
@@ -106,9 +112,11 @@ class Uploader:
                 self._pending.insert(0, name)
 
     def _pause(self, seconds: float) -> bool:
-        """True when it is time to leave."""
+        """True when it is time to leave. Who is in a hurry cuts a long one short."""
         with self._change:
-            return self._change.wait_for(lambda: self._leaving, seconds)
+            short = self._hurried
+            self._change.wait_for(lambda: self._leaving or self._hurried is not short, seconds)
+            return self._leaving
 
     def _copy(self, name: str) -> None:
         target = f"{self._base}/{name}"

@@ -13,6 +13,7 @@ follow from it, now or after a restart.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -22,7 +23,11 @@ from protocol.errors import CheckpointError
 from protocol.files import sync_folder, write_durably
 
 HISTORY, EVALUATED, BEST, FIGURES = "acceptance.jsonl", "evaluated", "best", "evaluation.json"
+NEEDED = {"checkpoint", "step", "acceptance_length"}
+"""What decides: an evaluation without it is none."""
+
 _PARTIAL = ".partial-"
+log = logging.getLogger(__name__)
 
 
 class History:
@@ -32,14 +37,20 @@ class History:
         self._file = file
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; what a power cut left of the last one is taken off the file."""
+        """All whole lines; what a power cut left of the last one is taken off the file.
+
+        A line that is no evaluation is left out: what it was of is evaluated again if it is the newest.
+        """
         if not self._file.is_file():
             return []
         content = self._file.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(self._file, len(whole))
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        lines = [_figures(line) for line in whole.splitlines() if line.strip()]
+        if None in lines:
+            log.warning("lines left out", extra={"file": str(self._file), "lines": lines.count(None)})
+        return [line for line in lines if line is not None]
 
     def append(self, line: dict[str, Any]) -> None:
         """On the disk when it returns."""
@@ -82,13 +93,15 @@ class Kept:
         write_durably(held / FIGURES, json.dumps(line, indent=1, allow_nan=False).encode() + b"\n")
 
     def figures(self, held: Path) -> dict[str, Any]:
-        """What `write_figures` wrote."""
-        found: dict[str, Any] = json.loads((held / FIGURES).read_bytes())
+        """What `write_figures` wrote. Call for what `evaluated` names."""
+        found = _figures((held / FIGURES).read_bytes())
+        assert found is not None, "figures of a folder that has none"
         return found
 
     def evaluated(self) -> list[Path]:
-        """Held folders with figures: their evaluation is done, whatever came after it."""
-        return sorted(file.parent for file in self._folder.glob(f"*/{FIGURES}"))
+        """Held folders with whole figures: their evaluation is done, whatever came after it."""
+        files = sorted(self._folder.glob(f"*/{FIGURES}"))
+        return [file.parent for file in files if _figures(file.read_bytes()) is not None]
 
     def promote(self, held: Path) -> None:
         """`held` is the best one; readers of `best` see the former or this one, nothing in between."""
@@ -109,6 +122,15 @@ class Kept:
         for folder in self._folder.iterdir():
             if folder != best:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _figures(text: bytes) -> dict[str, Any] | None:
+    """An evaluation; None: the text is not one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= NEEDED else None
 
 
 def _link(source: Path, name: Path) -> None:

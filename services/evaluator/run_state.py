@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from protocol.files import is_alive
 from services.evaluator.agenda import Recorded
+from services.lifecycle import FOR
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class Run:
             written_ns = address.stat().st_mtime_ns
         except (OSError, ValueError):
             return None
-        told = _ask(_reachable(str(where["http"]), str(where.get("host", ""))))
+        url = _reachable(str(where["http"]), str(where.get("host", "")))
+        told = _ask(url, str(where.get("incarnation", "")))
         return self._result(written_ns) if told is None else parse(told)
 
     def _result(self, address_ns: int) -> RunState | None:
@@ -83,10 +85,11 @@ def _reachable(url: str, host: str) -> str:
     return f"http://{name}:{parts.port}"
 
 
-def _ask(url: str) -> dict[str, Any] | None:
+def _ask(url: str, incarnation: str) -> dict[str, Any] | None:
+    """None: nobody answers, or another coordinator than the one that is meant."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_S)
     try:
-        connection.request("GET", "/status")
+        connection.request("GET", "/status", headers={FOR: incarnation} if incarnation else {})
         answer = connection.getresponse()
         body = answer.read()
         found = json.loads(body) if answer.status == 200 else None

@@ -39,6 +39,11 @@ def ending(status: Status) -> str:
         return f"finished: {status.step} steps, {status.samples_committed} samples"
     if status.state == "failed":
         return f"failed at {at}: {status.reason}"
+    if status.reason:
+        saved = max((checkpoint.step for checkpoint in status.checkpoints), default=0)
+        return (
+            f"{status.state} at {at}, not saved ({status.reason}); `draftmill up` resumes from step {saved}"
+        )
     return f"{status.state} at {at}; `draftmill up` resumes it"
 
 

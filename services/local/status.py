@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -16,10 +17,12 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import PeerGone
+from services.lifecycle import FOR
 
 ADDRESS_FILE = "coordinator.json"
 RESULT = "result.json"  # the last status, left behind by a coordinator that ended by itself
 ANSWER_S = 1.0
+ELSEWHERE = 409  # who answers is not the coordinator that was asked
 
 
 class Part(BaseModel):
@@ -108,6 +111,7 @@ class Status(Part):
     events: tuple[Event, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     evaluation: Evaluation | None = None
+    lingers: bool = False  # its coordinator stays up after the end, and serves this
 
 
 class Address(NamedTuple):
@@ -151,15 +155,17 @@ def request_stop(address: Address) -> None:
 
 
 def _request(address: Address, method: str, path: str) -> bytes:
-    connection = http.client.HTTPConnection(urlsplit(address.http).netloc, timeout=ANSWER_S)
+    meant = {FOR: address.incarnation} if address.incarnation else {}
     try:
-        connection.request(method, path)
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, http.client.HTTPException) as error:
+        connection = http.client.HTTPConnection(urlsplit(address.http).netloc, timeout=ANSWER_S)
+        with closing(connection):
+            connection.request(method, path, headers=meant)
+            response = connection.getresponse()
+            body = response.read()
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeerGone(f"{address.http}{path}: no answer ({error}); is the coordinator running?") from error
-    finally:
-        connection.close()
+    if response.status == ELSEWHERE:
+        raise PeerGone(f"{address.http}{path}: another run's coordinator listens there; this run's has ended")
     if response.status >= 300:
         raise PeerGone(f"{address.http}{path}: HTTP {response.status} {response.reason}")
     return body

@@ -1,16 +1,19 @@
-"""`draftmill stop`: ask for a clean stop, then wait until the coordinator is gone, not a moment longer.
+"""`draftmill stop`: ask for a clean stop, and go on asking until a coordinator has ended by it.
 
-And what it left behind: a run that is over needs no stop, and its end is asked for long after.
+    ask -> wait until its lock is free -> did it leave a result? -> how the run ended
+                                          no: it died; one that takes over is asked again
+
+And how a run ended that is over: it needs no stop, and is asked about long after.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from protocol.errors import PeerGone
 from protocol.files import is_alive
@@ -18,47 +21,59 @@ from services.local.status import ADDRESS_FILE, RESULT, Address, Status, fetch, 
 
 LOCK = "coordinator.lock"
 TELL_S = 3.0
+POLL_S = 0.1
+RESTART_S = 15.0
+"""How long a coordinator that died while it stopped may take to be started again."""
+
+OVER = {"finished", "stopped", "failed"}
 
 
-def stop(run_dir: Path, tell: Callable[[Status], None], every_s: float = TELL_S) -> None:
-    """Returns once the step is finished, a checkpoint recorded and the coordinator has left.
+def stop(run_dir: Path, tell: Callable[[Status], None], every_s: float = TELL_S) -> Status:
+    """Returns how the run ended, once its coordinator has left, or lingers with nothing left to do.
 
-    `tell` is called in between, from another thread. Raises PeerGone when no coordinator answers.
+    `tell` is called in between. Raises PeerGone: nobody runs it, or its coordinator died and none came after.
     """
-    address = read_address(run_dir)
-    request_stop(address)
-    file = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with _telling(address, tell, every_s):
-            fcntl.flock(file, fcntl.LOCK_SH)  # the kernel grants it when the owner ends
-    finally:
-        os.close(file)
+    asked = read_address(run_dir)
+    if not is_alive(run_dir / LOCK):
+        raise PeerGone(f"{run_dir}: nobody runs it")
+    request_stop(asked)
+    while (last := _await_end(run_dir, asked, tell, every_s)) is None:
+        asked = _ask_successor(run_dir, asked)
+    return last
 
 
-@contextmanager
-def _telling(address: Address, tell: Callable[[Status], None], every_s: float) -> Iterator[None]:
-    over = threading.Event()
+def _await_end(
+    run_dir: Path, asked: Address, tell: Callable[[Status], None], every_s: float
+) -> Status | None:
+    """What the coordinator that was asked left behind; None: it left nothing, or another is there already."""
+    pause, tell_from_s = threading.Event(), time.monotonic() + every_s
+    while is_alive(run_dir / LOCK) and read_address(run_dir) == asked:
+        pause.wait(min(POLL_S, every_s))
+        if time.monotonic() < tell_from_s:
+            continue
+        tell_from_s = time.monotonic() + every_s
+        try:
+            status = fetch(asked)
+        except PeerGone:  # busy, or about to be gone
+            continue
+        if status.lingers and status.state in OVER:
+            return status
+        tell(status)
+    return _left_by_the_last(run_dir)
 
-    def watch() -> None:
-        while not over.wait(every_s):
-            try:
-                tell(fetch(address))
-            except PeerGone:
-                continue  # it is busy, or about to be gone
 
-    thread = threading.Thread(target=watch, name="tell", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def result(run_dir: Path) -> Status | None:
-    """How the last coordinator of the run left it; None: it has not left one."""
-    file = run_dir / RESULT
-    return Status.model_validate_json(file.read_bytes()) if file.is_file() else None
+def _ask_successor(run_dir: Path, dead: Address) -> Address:
+    pause, until_s = threading.Event(), time.monotonic() + RESTART_S
+    while time.monotonic() < until_s:
+        try:
+            address = read_address(run_dir)
+            if address != dead and is_alive(run_dir / LOCK):
+                request_stop(address)
+                return address
+        except PeerGone:  # it is starting
+            pass
+        pause.wait(POLL_S)
+    raise PeerGone(f"{run_dir}: its coordinator died while it stopped; `draftmill up` resumes the run")
 
 
 def ended(run_dir: Path) -> Status | None:
@@ -66,12 +81,30 @@ def ended(run_dir: Path) -> Status | None:
 
     Raises PeerGone if that one left nothing, as one that is killed does: an older one's result is not of now.
     """
-    began, left = run_dir / ADDRESS_FILE, run_dir / RESULT
-    if not began.is_file() or is_alive(run_dir / LOCK):
+    if not (run_dir / ADDRESS_FILE).is_file() or is_alive(run_dir / LOCK):
         return None
-    if not left.is_file() or left.stat().st_mtime < began.stat().st_mtime:
+    last = _left_by_the_last(run_dir)
+    if last is None:
         raise PeerGone(
             f"{run_dir}: nobody runs it, and its last coordinator ended without telling how far it was; "
             "`draftmill up` resumes it"
         )
-    return result(run_dir)
+    return last
+
+
+def result(run_dir: Path) -> Status | None:
+    """How the last coordinator that ended by itself left the run; None: there is none, or no whole one."""
+    try:
+        return Status.model_validate_json((run_dir / RESULT).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _left_by_the_last(run_dir: Path) -> Status | None:
+    """The result, if it is not older than the last coordinator."""
+    began, left = run_dir / ADDRESS_FILE, run_dir / RESULT
+    try:
+        fresh = left.stat().st_mtime_ns >= began.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+    return result(run_dir) if fresh else None

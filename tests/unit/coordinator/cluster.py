@@ -132,6 +132,7 @@ class SimDrafter(Role):
         self.generation: int | None = None
         self.unformed: int | None = None  # a generation that did not come about, or broke
         self.spoiled: StepTry | None = None
+        self.unsaved = False
         self.unreadable = False  # its disk: checkpoints cannot be loaded
         self.unloaded: Failure | None = None
 
@@ -223,6 +224,7 @@ class SimDrafter(Role):
 
     def _save(self, orders: DrafterOrders, cluster: Cluster) -> None:
         self.saved = {at: saved for at, saved in self.saved.items() if at not in orders.recorded}
+        self.unsaved = cluster.disk_full and orders.save is not None and orders.save == self.complete
         if cluster.disk_full:
             return
         if orders.save is not None and orders.save == self.complete and orders.save not in self.saved:
@@ -264,6 +266,8 @@ class SimDrafter(Role):
         adopt = self.orders.adopt if self.orders else None
         if self.unloaded is not None and adopt is not None and adopt.source == "checkpoint":
             return (self.unloaded,)
+        if self.unsaved:
+            return (Failure(order="save", reason="disk full"),)
         save, group = (self.orders.save, self.orders.group) if self.orders else (None, None)
         outrun = save is not None and save not in self.saved and self.complete is not None
         if outrun and self.complete.timeline == save.timeline and self.complete.step > save.step:

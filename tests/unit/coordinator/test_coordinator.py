@@ -172,6 +172,33 @@ def test_a_stop_during_recovery_ends_although_nobody_returns(tmp_path, dataset):
     assert not cluster.core.recovering
 
 
+def test_a_stop_does_not_wait_for_a_full_disk_for_ever(tmp_path, dataset):
+    options = config(watch={"stop_s": 20.0}, checkpoint={"every_steps": 50})
+    cluster = Cluster(tmp_path, options, dataset, seed=1)
+    run_to(3, cluster)
+    cluster.disk_full = True
+    cluster.core.stop()
+    for _ in range(int(20.0 / 0.4) - 5):
+        cluster.turn()
+    assert not cluster.core.done and cluster.core.unsaved == "disk full"
+    end_by_itself(cluster)
+    assert cluster.ledger.last_checkpoint().at.step == 0 and cluster.core.step >= 3
+    assert any("stopped without a checkpoint" in event.text for event in cluster.core.record.events)
+
+
+def test_a_stop_ends_on_a_checkpoint_once_there_is_room_again(tmp_path, dataset):
+    cluster = Cluster(tmp_path, config(checkpoint={"every_steps": 50}), dataset, seed=1)
+    run_to(3, cluster)
+    cluster.disk_full = True
+    cluster.core.stop()
+    for _ in range(50):
+        cluster.turn()
+    cluster.disk_full = False
+    end_by_itself(cluster)
+    assert cluster.ledger.last_checkpoint().at.step == cluster.core.step
+    assert not cluster.core.unsaved
+
+
 def both_drafters_return(cluster: Cluster) -> list[SimDrafter]:
     """Dead after step 5, the new ones have to load the checkpoint of step 4."""
     run_to(5, cluster)

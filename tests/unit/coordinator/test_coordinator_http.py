@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -10,7 +11,8 @@ import pytest
 
 from protocol.errors import AlreadyRunning
 from services.config.schema import Coordinator
-from services.coordinator.http import Board, StatusServer
+from services.coordinator.http import CONNECTIONS, Board, StatusServer
+from services.lifecycle import FOR
 
 
 @pytest.fixture
@@ -33,9 +35,9 @@ def post(url: str, **headers: str) -> int:
         return error.code
 
 
-def get(url: str) -> int:
+def get(url: str, **headers: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -53,6 +55,28 @@ def test_a_run_is_stopped_by_a_command_and_not_by_a_page_of_another_site(served)
     assert not asked.is_set()
     assert post(url + "/stop") == 202
     assert asked.is_set()
+
+
+def test_a_request_for_another_coordinator_is_not_taken_for_this_one(served):
+    board, url, asked = served
+    board.incarnation, board.snapshot = "coordinator-1", {"state": "running"}
+    assert post(url + "/stop", **{FOR: "coordinator-0"}) == 409 and not asked.is_set()
+    assert get(url + "/status", **{FOR: "coordinator-0"}) == 409
+    assert get(url + "/status") == get(url + "/status", **{FOR: "coordinator-1"}) == 200
+    assert post(url + "/stop", **{FOR: "coordinator-1"}) == 202 and asked.is_set()
+
+
+def test_clients_that_never_end_their_request_keep_nobody_out(served):
+    _, url, _ = served
+    port = int(url.rpartition(":")[2])
+    slow = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2 * CONNECTIONS)]
+    for one in slow:
+        one.sendall(b"GET /sta")
+    assert get(url + "/healthz") == 503
+    for one in slow[:CONNECTIONS]:
+        assert one.recv(1) == b"", "the oldest give way"
+    for one in slow:
+        one.close()
 
 
 def test_health_and_status_say_when_there_is_nothing_to_tell_yet(served):

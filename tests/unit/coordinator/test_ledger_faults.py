@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import DiskFull, LedgerError
 from protocol.messages import BatchId, StepAt, StepTry
-from services.coordinator.checkpoints import retire, sweep_unknown
+from services.coordinator.checkpoints import refuse_strangers, retire, sweep_unknown
 from services.coordinator.disk import disk_full
 from services.coordinator.ledger import Ledger
 
@@ -120,6 +120,19 @@ def test_folders_that_the_ledger_does_not_know_are_swept_but_not_under_a_living_
     assert sweep_unknown(ledger, root, lambda name: name == "drafter-2") == sorted(dead)
     assert sorted(folder.name for folder in root.iterdir()) == sorted([known, other, *living])
     assert sweep_unknown(ledger, tmp_path / "missing", lambda name: False) == []
+
+
+def test_checkpoints_of_a_ledger_that_is_gone_are_not_swept(tmp_path):
+    root = tmp_path / "checkpoints"
+    refuse_strangers(Ledger(tmp_path / "ledger.sqlite", IDENTITY), root)  # there are none yet
+    (root / ".partial-ckpt-0-12-drafter-1").mkdir(parents=True)
+    refuse_strangers(Ledger(tmp_path / "ledger.sqlite", IDENTITY), root)  # a half one is nothing to keep
+    (root / "ckpt-0-8-drafter-1").mkdir()
+    ledger = Ledger(tmp_path / "ledger.sqlite", IDENTITY)
+    with pytest.raises(LedgerError, match=r"1 checkpoints \(ckpt-0-8-drafter-1\) of a ledger that is gone"):
+        refuse_strangers(ledger, root)
+    ledger.welcome("drafter-1", "drafter", 0, "host")
+    refuse_strangers(ledger, root)  # written, and its writer died before it was recorded
 
 
 def test_old_checkpoints_are_retired_and_the_initial_weights_stay(tmp_path):

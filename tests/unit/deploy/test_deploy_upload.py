@@ -97,6 +97,22 @@ def test_a_copy_that_failed_stays_pending_without_another_offer(tmp_path):
     uploader.close()
 
 
+def test_who_is_in_a_hurry_does_not_wait_for_a_long_pause(tmp_path, monkeypatch):
+    """It had failed so often that the next try is minutes away."""
+    monkeypatch.setattr("services.coordinator.upload.FIRST_PAUSE_S", 60.0)
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d")
+    there.write_text("a file where a folder should be")
+    uploader = Uploader(str(there), root)
+    uploader.offer(["ckpt-0-4-d"])
+    until(lambda: uploader.errors == 1 and not uploader.busy, uploader)
+    there.unlink()
+    uploader.hurry()
+    until(lambda: not uploader.pending, uploader)
+    assert (there / "ckpt-0-4-d" / MARK).exists()
+    uploader.close()
+
+
 def test_an_unknown_protocol_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.upload = nowhere://x"):
         Uploader("nowhere://x", tmp_path)

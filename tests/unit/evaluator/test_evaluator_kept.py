@@ -23,6 +23,10 @@ def checkpoints(tmp_path):
     return make
 
 
+def line(step: int) -> dict:
+    return {"checkpoint": f"ckpt-0-{step}-d", "step": step, "acceptance_length": 1.5}
+
+
 def read(folder) -> str:
     return (folder / "model.safetensors").read_text() + (folder / "state.json").read_text()
 
@@ -49,13 +53,13 @@ def test_the_best_replaces_the_former_and_the_rest_is_let_go(tmp_path, checkpoin
     assert kept.best() is None
     for step in (4, 8, 12):
         held = kept.hold(checkpoints(step))
-        kept.write_figures(held, {"step": step})
+        kept.write_figures(held, line(step))
         if step != 12:
             kept.promote(held)
         kept.release()
     shutil.rmtree(tmp_path / "checkpoints")
     assert read(tmp_path / BEST) == "88"
-    assert kept.figures(tmp_path / BEST) == {"step": 8}
+    assert kept.figures(tmp_path / BEST) == line(8)
     assert [folder.name for folder in (tmp_path / "evaluated").iterdir()] == ["ckpt-0-8-d"]
 
 
@@ -70,7 +74,7 @@ def test_a_run_that_is_moved_keeps_its_best(tmp_path, checkpoints):
 def test_what_was_finished_is_found_after_a_restart_and_what_was_not_is_released(tmp_path, checkpoints):
     kept = Kept(tmp_path)
     done, _half = kept.hold(checkpoints(4)), kept.hold(checkpoints(8))
-    kept.write_figures(done, {"step": 4})
+    kept.write_figures(done, line(4))
     again = Kept(tmp_path)
     assert again.evaluated() == [done]
     again.promote(done)
@@ -91,13 +95,28 @@ def test_without_hard_links_files_are_copied(tmp_path, checkpoints, monkeypatch)
 def test_the_history_loses_half_a_line_and_nothing_else(tmp_path):
     history = History(tmp_path / "acceptance.jsonl")
     assert history.read() == []
-    history.append({"step": 4})
-    history.append({"step": 8})
+    history.append(line(4))
+    history.append(line(8))
     with (tmp_path / "acceptance.jsonl").open("a") as file:
         file.write('{"step": 1')
-    assert history.read() == [{"step": 4}, {"step": 8}]
-    history.append({"step": 12})
-    assert [line["step"] for line in history.read()] == [4, 8, 12]
+    assert history.read() == [line(4), line(8)]
+    history.append(line(12))
+    assert history.read() == [line(4), line(8), line(12)]
     with pytest.raises(ValueError, match="not JSON compliant"):
         history.append({"loss": float("nan")})
     assert len(history.read()) == 3
+
+
+@pytest.mark.parametrize("garbage", [b"\x00\xff\x80", b"[]", b'{"step": 6}', b"", b"[" * 100_000])
+def test_what_is_no_evaluation_counts_as_none(tmp_path, checkpoints, garbage):
+    history, kept = History(tmp_path / "acceptance.jsonl"), Kept(tmp_path)
+    history.append(line(4))
+    with (tmp_path / "acceptance.jsonl").open("ab") as file:
+        file.write(garbage + b"\n")
+    history.append(line(8))
+    assert history.read() == [line(4), line(8)]
+    held = kept.hold(checkpoints(4))
+    (held / "evaluation.json").write_bytes(garbage)
+    assert kept.evaluated() == []
+    kept.write_figures(held, line(4))
+    assert kept.evaluated() == [held]
