@@ -298,7 +298,7 @@ def _allocate(file: int, path: Path, size: int) -> None:
         os.ftruncate(file, 0)
         raise ArenaFull(
             f"arena {path} needs {size:,} bytes, {free_bytes(path.parent):,} are free; lower target.slots or "
-            "plan.token_budget, enlarge the tmpfs (docker: shm_size), or choose another arena.dir"
+            "plan.token_budget, enlarge the tmpfs (compose: ARENA_SIZE), or choose another arena.dir"
         ) from error
 
 

@@ -8,6 +8,7 @@ ends a command on purpose is printed as one block, without a traceback, and deci
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -66,6 +67,12 @@ def main() -> None:
         console.print(f"{type(error).__name__}: {error}", markup=False)
         console.print(f"exit {code.value} ({code.name.lower().replace('_', ' ')})", style="dim")
         leave(code)
+    except PermissionError as error:
+        rule = f"user {os.geteuid()} may not read or write it"
+        typer.echo(
+            f"{error.filename}: {rule}; in containers: MODELS, DATA, RUNS and USER_ID of .env", err=True
+        )
+        leave(ExitCode.CONFIGURATION)
     except Exception:  # noqa: BLE001 - the process ends here, at once: a role that fails frees its lock
         traceback.print_exc()
         leave(ExitCode.UNEXPECTED)

@@ -114,7 +114,7 @@ def _arenas(loaded: Loaded, model: ModelFacts) -> Iterator[Finding]:
         rule = (
             f"two arenas a target take {size(wanted)} (2 x {count} targets x {slots} slots x {each}), "
             f"{size(free)} are free in {folder}; lower target.slots or "
-            "plan.token_budget, enlarge the tmpfs (docker: shm_size), or choose another arena.dir"
+            "plan.token_budget, enlarge the tmpfs (compose: ARENA_SIZE), or choose another arena.dir"
         )
         yield Finding(subject, rule)
 

@@ -89,6 +89,7 @@ def export_drafter(drafter: Drafter, out: Path, *, dtype: str = "bfloat16") -> N
     }
     save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
     (partial / CONFIG).write_text(json.dumps(zlab_config(drafter.config, dtype), indent=2) + "\n")
+    (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)  # safetensors writes for its owner alone
     partial.rename(out)
 
 

@@ -82,6 +82,20 @@ def test_an_unknown_command_or_plain_flag_is_a_usage_error():
     assert "--gpus: did you mean --target.gpus or --drafter.gpus?" in ran.stderr
 
 
+def test_a_folder_that_may_not_be_written_is_named_without_a_traceback(tmp_path):
+    forbidden = Path("/sys/draftmill")  # not even to root
+    try:
+        forbidden.mkdir()
+    except PermissionError:
+        pass
+    except OSError:
+        pytest.skip("/sys is read-only here")
+    places = {"model.path": tmp_path, "data.path": "d", "run.dir": forbidden}
+    ran = draftmill("coordinator", *(f"--{option}={place}" for option, place in places.items()))
+    assert ran.returncode == ExitCode.CONFIGURATION and "Traceback" not in ran.stderr
+    assert f"{forbidden}: user" in ran.stderr and "may not read or write it" in ran.stderr
+
+
 def test_prepare_says_where_the_rows_are_that_it_left_out(tmp_path):
     LlamaConfig(vocab_size=32).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"input_ids": [1, 2, 3], "prompt_length": 1}\n{"text": "a"}\n')

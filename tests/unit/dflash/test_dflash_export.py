@@ -57,6 +57,12 @@ def test_training_checkpoint_to_export_and_back(tmp_path, changes, dtype):
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), drafter.parameters(), strict=True))
 
 
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path):
+    out, _ = exported(tmp_path)
+    files = list(out.iterdir())
+    assert len(files) == 2 and len({file.stat().st_mode for file in files}) == 1
+
+
 def test_config_has_everything_in_every_place_that_is_read():
     config = zlab_config(drafter_config(**SLIDING, **GEMMA), "bfloat16")
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
