@@ -103,6 +103,19 @@ def test_replicas_and_devices_follow_the_variables(tmp_path):
 
 
 @pytest.mark.skipif(COMPOSE is None, reason="needs docker-compose (Debian: docker-compose)")
+def test_what_roles_do_not_need_of_the_variables_starts_none_of_them_anew(tmp_path):
+    """Compose makes a container anew whose service has changed; for drafters that is a death."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    before = rendered(tmp_path / "0", FILES[0])
+    changed = {"GRAFANA_PASSWORD": "x", "GRAFANA_AT": "127.0.0.1:3001", "PROMETHEUS_AT": "127.0.0.1:9091"}
+    after = rendered(tmp_path / "1", FILES[0], COMPOSE_PROFILES="monitoring", **changed)
+    for name in ("coordinator", "target", "drafter"):
+        assert before[name]["environment"] == after[name]["environment"]
+    assert after["target"]["environment"]["DFLASH_TARGETS"] == str(after["target"]["deploy"]["replicas"])
+
+
+@pytest.mark.skipif(COMPOSE is None, reason="needs docker-compose (Debian: docker-compose)")
 def test_the_demo_waits_for_its_model_and_data(tmp_path):
     services = rendered(tmp_path, FILES[0], FILES[1])
     for name in ("coordinator", "target", "drafter"):
