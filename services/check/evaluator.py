@@ -1,11 +1,13 @@
 """What an evaluator takes where it runs: both models, and what it decodes `eval.batch` prompts with.
 
-Caches and logits are counted at their largest, but for a single prompt of more than TOKENS tokens. Windows
-and recurrent states are not, being small, nor are activations, which depend on prompts that nobody has
-tokenized yet.
+Caches and logits are counted at their largest, from the bytes of the prompts, which nobody has tokenized yet.
+Windows and recurrent states are not, being small, nor are activations.
 """
 
 from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
 
 from services.check.model import ModelFacts
 from services.config.schema import Config
@@ -14,6 +16,7 @@ from services.dflash.drafter_config import DrafterConfig
 from services.dflash.lossless import LOOK_ROWS
 from services.dflash.speculate_batch import TOKENS
 
+TEMPLATE_TOKENS = 256  # that a chat template may add to a prompt
 LOADING_BYTES = 8
 """Of a drafter's parameter on the host while it is loaded: float32 in the file and in the model."""
 
@@ -23,7 +26,8 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
     drafter, item = model.drafter, ITEM_BYTES[config.model.dtype]
     prompts = config.eval.batch if model.in_batches else 1
     context_width = 2 * drafter.num_hidden_layers * drafter.num_key_value_heads * drafter.head_dim
-    tokens = min(TOKENS, prompts * drafter.max_position_embeddings)
+    longest = min(drafter.max_position_embeddings, _longest(config) + drafter.block_size)
+    tokens = min(TOKENS, prompts * longest)
     rows = max(LOOK_ROWS, prompts * drafter.block_size)
     decoding = {
         "drafter": drafter.parameter_count * item,
@@ -33,6 +37,16 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
     loading = {"drafter": drafter.parameter_count * LOADING_BYTES}
     larger = decoding if on_gpu else max(decoding, loading, key=lambda parts: sum(parts.values()))
     return {"weights": model.loaded_bytes} | larger
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest prompt with its answer, at most: a token has a byte or more of its line."""
+    try:
+        with Path(config.eval.prompts).open("rb") as lines:
+            line = max(map(len, islice(lines, config.eval.limit or None)), default=0)
+    except OSError:
+        return TOKENS  # reported as a finding on eval.prompts
+    return line + TEMPLATE_TOKENS + config.eval.max_new_tokens
 
 
 def logit_bytes(item: int, drafter: DrafterConfig) -> int:

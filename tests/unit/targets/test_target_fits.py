@@ -120,6 +120,19 @@ def test_what_a_targets_cache_keeps_of_a_token_beyond_its_windows_is_counted(tmp
         assert kept(40) == 40 * facts.cache_width
 
 
+def test_short_prompts_take_short_caches(folder, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w5"}\n' + '{"prompt": "' + "w9 " * 90 + '"}\n')
+    sizes = []
+    for limit in ("1", "0"):
+        options = {"eval__prompts": str(file), "eval__limit": limit, "eval__max_new_tokens": "20"}
+        loaded, facts = facts_of(folder, **options)
+        facts = facts._replace(drafter=replace(facts.drafter, max_position_embeddings=100_000))
+        sizes.append(evaluator_memory(loaded.config, facts, on_gpu=True)["caches"])
+    tokens = [int(size / sizes[0] * (17 + 256 + 20 + facts.drafter.block_size)) for size in sizes]
+    assert tokens[1] - tokens[0] == len(file.read_bytes().splitlines()[1]) + 1 - 17
+
+
 def test_an_evaluators_caches_are_those_of_its_batch_or_of_as_many_tokens_as_it_ever_keeps(folder):
     _, facts = facts_of(folder)
     drafter = facts.drafter
