@@ -279,7 +279,9 @@ class Watch(Options):
         0.5, description="first wait before `up` restarts a role; doubles to 30 s"
     )
     stop_s: Seconds = option(
-        60.0, description="a clean stop may take this long before `up` kills what is left"
+        60.0,
+        description="a clean stop may take this long before `up` kills what is left; half of it is waited for "
+        "a checkpoint that cannot be written",
     )
     give_up_after: Positive = option(5, description="deaths in a row without progress before `up` gives up")
     linger: bool = option(

@@ -340,10 +340,10 @@ class Coordinator:
             self._abort("the run stops, and a pack of this step is not there")
 
     def _leave_unsaved(self, now_s: float) -> None:
-        """A stop does not wait for a full disk for ever: what is not saved is trained again."""
+        """A stop does not wait for a full disk until it is killed: what is not saved is trained again."""
         if self.current is not None or self.saves.recorded(self.step):
             self.unsaved = ""
-        elif self.unsaved and now_s - self._unsaved_from_s > self.config.watch.stop_s:
+        elif self.unsaved and now_s - self._unsaved_from_s > self.config.watch.stop_s / 2:
             self._left_unsaved = True
             self.record.event(f"stopped without a checkpoint of step {self.step}: {self.unsaved}")
 

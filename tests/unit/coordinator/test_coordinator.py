@@ -173,7 +173,7 @@ def test_a_stop_during_recovery_ends_although_nobody_returns(tmp_path, dataset):
 
 
 def test_a_stop_does_not_wait_for_a_full_disk_for_ever(tmp_path, dataset):
-    options = config(watch={"stop_s": 20.0}, checkpoint={"every_steps": 50})
+    options = config(watch={"stop_s": 40.0}, checkpoint={"every_steps": 50})
     cluster = Cluster(tmp_path, options, dataset, seed=1)
     run_to(3, cluster)
     cluster.disk_full = True
