@@ -280,8 +280,8 @@ class Watch(Options):
     )
     stop_s: Seconds = option(
         60.0,
-        description="a clean stop may take this long before `up` kills what is left; half of it is waited for "
-        "a checkpoint that cannot be written",
+        description="a clean stop may take this long before `up` kills what is left; half of it is waited "
+        "for a checkpoint that cannot be written",
     )
     give_up_after: Positive = option(5, description="deaths in a row without progress before `up` gives up")
     linger: bool = option(

@@ -37,14 +37,12 @@ from services.coordinator.members import DrafterMember, Members, TargetMember
 from services.coordinator.record import Record
 from services.coordinator.saves import Saves
 from services.coordinator.steps import Try
+from services.coordinator.troubles import Troubles
 from services.coordinator.work import Work
 from services.coordinator.world import World
 from services.data.training_data import TrainingData
 
 log = logging.getLogger(__name__)
-
-LOAD_PATIENCE_S = 20.0
-"""For how long no drafter may be able to load a recorded checkpoint: a disk may be away for a moment."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,7 @@ class Coordinator:
         self.admission = Admission(
             self.members, ledger, fingerprint, size.slot_bytes, until_s=now_s + config.coordinator.rejoin_s
         )
-        self._cannot_load: dict[str, tuple[float, str]] = {}  # drafters without a state: since, and why
-        self.unsaved = ""  # why a stop has no checkpoint to end on yet
-        self._unsaved_from_s = 0.0
+        self.troubles = Troubles()
         self._left_unsaved = False
 
     def new_stamp(self) -> Stamp:
@@ -222,8 +218,8 @@ class Coordinator:
 
     def _drafter_reported(self, member: DrafterMember, report: DrafterReport, now_s: float) -> None:
         name = member.incarnation
-        if member.complete is not None or all(failure.order != "adopt" for failure in report.failures):
-            self._cannot_load.pop(name, None)
+        has_state = member.complete is not None
+        self.troubles.heard(name, has_state=has_state, failures=report.failures, now_s=now_s)
         for attempt in report.held:
             flight = self.pool.of_attempt(attempt)
             if flight is not None and flight.ready and flight.holder is None and flight.lease is None:
@@ -236,7 +232,7 @@ class Coordinator:
             self.current.vote(name, report.vote)
         for saved in report.saved:
             if self.saves.saved(saved, self.here):
-                self.unsaved = ""
+                self.troubles.saved()
                 self.record.event(f"checkpoint {saved.name} recorded")
         if report.failures:
             self._drafter_failed(member, report.failures, now_s)
@@ -248,11 +244,8 @@ class Coordinator:
         if self.record.error(member.incarnation, error):
             log.error("drafter reports an error", extra={"drafter": member.incarnation, "error": error})
         self.saves.given_up(member.incarnation)
-        if self.stopping and self.current is None and not self.unsaved:
-            reasons = [failure.reason for failure in failures if failure.order == "save"]
-            self.unsaved, self._unsaved_from_s = "".join(reasons[:1]), now_s
-        if member.complete is None and any(failure.order == "adopt" for failure in failures):
-            self._cannot_load.setdefault(member.incarnation, (now_s, error))
+        if self.stopping and self.current is None:
+            self.troubles.not_saved(failures, now_s)
 
     def bye(self, bye: Bye, now_s: float) -> None:
         """It leaves by itself: the same as a death, without a suspect."""
@@ -266,7 +259,7 @@ class Coordinator:
             return
         member = self.members.get(name)
         self.admission.bury(name, reason)
-        self._cannot_load.pop(name, None)
+        self.troubles.forget(name)
         self.record.left(now_s, name, reason)
         if computing is not None and not self.work.has_outcome(computing):
             self._blame(computing)
@@ -300,7 +293,9 @@ class Coordinator:
         self._judge(now_s)
         self._leave_a_lost_try()
         self._leave_unsaved(now_s)
-        self._give_up_unless_somebody_loads(now_s)
+        from_disk = self.ledger.last_checkpoint() is not None
+        if reason := self.troubles.nobody_loads(self.members.drafters.keys(), now_s, from_disk=from_disk):
+            self._give_up(reason)
         self._form_world(now_s)
         if not self.failed_reason:
             self._roll_back_if_lost()
@@ -342,20 +337,10 @@ class Coordinator:
     def _leave_unsaved(self, now_s: float) -> None:
         """A stop does not wait for a full disk until it is killed: what is not saved is trained again."""
         if self.current is not None or self.saves.recorded(self.step):
-            self.unsaved = ""
-        elif self.unsaved and now_s - self._unsaved_from_s > self.config.watch.stop_s / 2:
+            self.troubles.saved()
+        elif self.troubles.unsaved_for_s(now_s) > self.config.watch.stop_s / 2:
             self._left_unsaved = True
-            self.record.event(f"stopped without a checkpoint of step {self.step}: {self.unsaved}")
-
-    def _give_up_unless_somebody_loads(self, now_s: float) -> None:
-        """A state that no drafter can read, time and again; one that has it would give it to the others."""
-        drafters = self.members.drafters
-        if not drafters or self._cannot_load.keys() != drafters.keys():
-            return
-        patience_s = LOAD_PATIENCE_S if self.ledger.last_checkpoint() else 0.0  # initial weights never change
-        since_s, error = max(self._cannot_load.values())
-        if now_s - since_s >= patience_s:
-            self._give_up(f"no drafter could load its state: {error}")
+            self.record.event(f"stopped without a checkpoint of step {self.step}: {self.troubles.unsaved}")
 
     def _commit(self, current: Try, now_s: float) -> None:
         flights = [self.pool.flights[batch] for _, batch in current.composition]

@@ -52,7 +52,7 @@ def snapshot(
     return {
         "run": name,
         "state": _state(core),
-        "reason": core.failed_reason or core.unsaved,
+        "reason": core.failed_reason or core.troubles.unsaved,
         "lingers": core.config.watch.linger,
         **_progress(core),
         **_flow(core),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import BatchId, Saved
 from services.config.schema import Config
-from services.coordinator.coordinator import LOAD_PATIENCE_S
+from services.coordinator.troubles import LOAD_PATIENCE_S
 from services.data.dataset import Sample
 from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
@@ -180,7 +180,7 @@ def test_a_stop_does_not_wait_for_a_full_disk_for_ever(tmp_path, dataset):
     cluster.core.stop()
     for _ in range(int(20.0 / 0.4) - 5):
         cluster.turn()
-    assert not cluster.core.done and cluster.core.unsaved == "disk full"
+    assert not cluster.core.done and cluster.core.troubles.unsaved == "disk full"
     end_by_itself(cluster)
     assert cluster.ledger.last_checkpoint().at.step == 0 and cluster.core.step >= 3
     assert any("stopped without a checkpoint" in event.text for event in cluster.core.record.events)
@@ -196,7 +196,7 @@ def test_a_stop_ends_on_a_checkpoint_once_there_is_room_again(tmp_path, dataset)
     cluster.disk_full = False
     end_by_itself(cluster)
     assert cluster.ledger.last_checkpoint().at.step == cluster.core.step
-    assert not cluster.core.unsaved
+    assert not cluster.core.troubles.unsaved
 
 
 def both_drafters_return(cluster: Cluster) -> list[SimDrafter]:
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_nobody_can_read_ends_the_run(tmp_path, dataset):
     for drafter in both_drafters_return(cluster):
         drafter.unreadable = True
     end_by_itself(cluster)
-    assert "no drafter could load its state: adopt: OSError" in cluster.core.failed_reason
+    assert "no drafter could load its state: OSError" in cluster.core.failed_reason
 
 
 def test_a_checkpoint_that_was_deleted_since_is_reported_once_and_no_more(tmp_path, dataset):
