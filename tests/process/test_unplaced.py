@@ -1,6 +1,7 @@
 """Roles as containers start them: without an index, always restarted, idle when the run is over."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -8,11 +9,20 @@ import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+PLACES = {("target", "0"), ("target", "1"), ("drafter", "0")}
 LINGER = "[watch]\nlinger = true\n"
 
 
 def command_of(process) -> str:
     return Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+def taken(run) -> set[tuple[str, int]]:
+    """Places of those whom the coordinator knows; none while nobody answers."""
+    try:
+        return {(role["role"], role["index"]) for role in run.status()["roles"]}
+    except OSError:
+        return set()
 
 
 @pytest.fixture
@@ -26,14 +36,18 @@ def unplaced(make_run):
 
 def test_roles_find_their_places_again_and_rest_at_the_end(unplaced, undisturbed):
     run = unplaced
-    run.start()
-    run.wait_step(2)
-    taken = {(role["role"], role["index"]) for role in run.status()["roles"]}  # one may still be starting
-    assert taken and taken <= {("target", 0), ("target", 1), ("drafter", 0)}
-    for victim in ("target-0", "drafter-0", "coordinator"):
+    run.start("coordinator", "drafter-0")  # no step without a target: a run of a second would be over
+    run.wait(lambda: taken(run) == {("drafter", 0)}, "the drafter's place")
+    for victim in ("drafter-0", "coordinator"):
         run.kill(victim)
-        run.revive()
+        run.start(victim)
+        run.wait(lambda: taken(run) == {("drafter", 0)}, f"the drafter's place after {victim}'s death")
+    run.start("target-0", "target-1")
+    run.wait(lambda: "joined as target" in run.log("coordinator"), "a target")
+    run.kill("target-0")
     run.wait(run.finished, "the finished record", revive=True)
+    joined = set(re.findall(r"(target|drafter) (\d+) joined as", run.log("coordinator")))
+    assert ("drafter", "0") in joined and joined <= PLACES and len(joined) > 1
     roles = [run.processes[name] for name in run.names() if name != "coordinator"]
     run.wait(lambda: all(command_of(process) == "sleep infinity" for process in roles), "all roles at rest")
     run.wait(lambda: (run.dir / "result.json").exists(), "the accounting")
