@@ -17,6 +17,7 @@ from protocol.files import is_alive
 from services.config.fingerprint import differences, identity, model_fingerprint, remedy
 from services.config.load import Loaded
 from services.config.sources import Finding
+from services.coordinator.checkpoints import strangers
 from services.data.training_data import TrainingData, fingerprint_of
 from services.local.status import read_address
 
@@ -41,7 +42,8 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
             )
         ]
     if not (config.run.dir / LEDGER).exists():
-        return [Finding(subject, rule) for rule in _strangers(config.run.dir / "checkpoints")]
+        rule = strangers(config.run.dir / "checkpoints")
+        return [Finding(subject, rule)] if rule else []
     if data is None:
         return []
     try:
@@ -57,16 +59,6 @@ def check_run_folder(loaded: Loaded, data: TrainingData | None) -> list[Finding]
     changed = "; ".join(differences(recorded, current))
     rule = f"its ledger is of other training options: {changed}. {remedy(recorded, current)}"
     return [Finding(subject, rule)] if changed else []
-
-
-def _strangers(checkpoints: Path) -> list[str]:
-    names = sorted(folder.name for folder in checkpoints.glob("ckpt-*")) if checkpoints.is_dir() else []
-    if not names:
-        return []
-    return [
-        f"{len(names)} checkpoints ({names[-1]}) of a ledger that is gone; "
-        f"restore {LEDGER} from a backup, or move them away to begin anew"
-    ]
 
 
 def _other_data(recorded: dict[str, Any], current: dict[str, Any], began: str, now: str) -> str:

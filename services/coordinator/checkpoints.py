@@ -33,18 +33,19 @@ def refuse_strangers(ledger: Ledger, root: Path) -> None:
 
     Raises LedgerError.
     """
-    if not ledger.knows_anybody() and (strangers := whole_checkpoints(root)):
-        raise LedgerError(
-            f"{root}: {len(strangers)} checkpoints ({strangers[-1]}) of a ledger that is gone; restore "
-            "ledger.sqlite from a backup, or move them away to begin anew"
-        )
+    if not ledger.knows_anybody() and (rule := strangers(root)):
+        raise LedgerError(rule)
 
 
-def whole_checkpoints(root: Path) -> list[str]:
-    """Names of the folders that were renamed once all of them was on the disk, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(folder.name for folder in root.glob("ckpt-*") if folder.is_dir())
+def strangers(root: Path) -> str:
+    """What is wrong with whole checkpoints in `root` that no ledger has written of; "" if there are none."""
+    names = sorted(folder.name for folder in root.glob("ckpt-*")) if root.is_dir() else []
+    if not names:
+        return ""
+    return (
+        f"{root}: {len(names)} checkpoints ({names[-1]}) of a ledger that is gone; "
+        "restore ledger.sqlite from a backup, or move them away to begin anew"
+    )
 
 
 def sweep_unknown(ledger: Ledger, root: Path, lives: Callable[[str], bool]) -> list[str]:

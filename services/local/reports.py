@@ -9,10 +9,8 @@ from rich.table import Table
 
 from protocol.errors import PeerGone
 from services.local.advice import advice, side
-from services.local.status import Status, fetch, read_address
+from services.local.status import OVER, Status, fetch, read_address
 from services.local.view import render
-
-_OVER = {"finished", "stopped", "failed"}
 
 
 def status_report(status: Status) -> RenderableType:
@@ -28,7 +26,7 @@ def status_report(status: Status) -> RenderableType:
     outcomes = f"ledger: {status.batches.committed} batches committed, {status.batches.failed} failed"
     kept = ", ".join(checkpoint.name for checkpoint in status.checkpoints) or "none"
     lines = [outcomes, f"checkpoints: {kept}", *_evaluated(status)]
-    lines.append(ending(status) if status.state in _OVER else advice(status))
+    lines.append(ending(status) if status.state in OVER else advice(status))
     return Group(render(status, {}), slots, *lines)
 
 

@@ -21,6 +21,7 @@ from services.lifecycle import FOR
 
 ADDRESS_FILE = "coordinator.json"
 RESULT = "result.json"  # the last status, left behind by a coordinator that ended by itself
+OVER = {"finished", "stopped", "failed"}  # states that no step follows
 ANSWER_S = 1.0
 ELSEWHERE = 409  # who answers is not the coordinator that was asked
 

@@ -17,15 +17,22 @@ from pydantic import ValidationError
 
 from protocol.errors import PeerGone
 from protocol.files import is_alive
-from services.local.status import ADDRESS_FILE, RESULT, Address, Status, fetch, read_address, request_stop
+from services.local.status import (
+    ADDRESS_FILE,
+    OVER,
+    RESULT,
+    Address,
+    Status,
+    fetch,
+    read_address,
+    request_stop,
+)
 
 LOCK = "coordinator.lock"
 TELL_S = 3.0
 POLL_S = 0.1
 RESTART_S = 15.0
 """How long a coordinator that died while it stopped may take to be started again."""
-
-OVER = {"finished", "stopped", "failed"}
 
 
 def stop(run_dir: Path, tell: Callable[[Status], None], every_s: float = TELL_S) -> Status:

@@ -288,6 +288,11 @@ def test_a_folder_whose_sockets_would_have_too_long_names(place):
     assert "the kernel takes 107; shorten it" in the_one(looked(place, arena__dir=place / ("x" * 80)))
 
 
+def test_checkpoints_whose_ledger_is_gone(place):
+    (place / "old" / "checkpoints" / "ckpt-0-8-drafter-1").mkdir(parents=True)
+    assert "of a ledger that is gone" in the_one(looked(place, run__dir=place / "old"))
+
+
 def test_a_run_folder_that_is_a_file(place):
     (place / "run").write_text("")
     assert "is a file; choose a folder" in the_one(looked(place))
