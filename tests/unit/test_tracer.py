@@ -94,6 +94,20 @@ def test_a_role_that_leaves_says_so_and_one_that_waits_at_the_end_does_not_hang(
     assert list((tmp_path / FOLDER).iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["prepare_trace", "start_trace"])  # in the trace's thread, in the role's own
+def test_whatever_a_profiler_raises_is_told_and_does_no_harm(tmp_path, monkeypatch, call):
+    def refuse(_: object) -> None:
+        raise UserWarning("not on this chip")
+
+    with working_role(tmp_path):
+        with monkeypatch.context() as change:
+            change.setattr(tracing.profile, call, refuse)
+            with pytest.raises(PeerGone, match="target-0 could not be traced: not on this chip"):
+                asking.trace(tmp_path, "target-0", 1.0)
+        file = asking.trace(tmp_path, "target-0", 1.0)
+    assert {"product", "aten::mm"} <= {event["name"] for event in events_of(file)}
+
+
 def test_what_is_recorded_when_the_work_ends_is_still_written(tmp_path):
     with working_role(tmp_path) as stop:
         asked = ask(tmp_path, "target-0", 30.0)
