@@ -16,8 +16,8 @@ from services.dflash.eval_result import EvalResult
 Point = tuple[float, float]
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_WIDTH, _HEIGHT = 640, 400
-_LEFT, _TOP, _RIGHT, _BOTTOM = 60, 40, 180, 50  # margins; the legend stands on the right
+_WIDTH, _HEIGHT = 680, 400
+_LEFT, _TOP, _RIGHT, _BOTTOM = 60, 40, 220, 50  # margins; the legend stands on the right
 
 
 def picture(results: Sequence[EvalResult]) -> str:
