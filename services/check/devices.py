@@ -19,7 +19,7 @@ from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.schema import Config
 from services.config.sources import Finding
-from services.data.forecast import drafter_memory
+from services.data.forecast import CUDA_BYTES, drafter_memory
 from services.evaluator.evaluator import device_of
 from services.local.view import size
 
@@ -96,7 +96,7 @@ def _roles(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str,
         for index in range(number):
             gpu = _gpu(config, role, index, count)
             if gpu is not None:
-                yield f"{role}.gpus", gpu, Share(f"{role} {index}", parts)
+                yield f"{role}.gpus", gpu, Share(f"{role} {index}", parts | {"CUDA": CUDA_BYTES[role]})
 
 
 def _evaluators(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str, int, Share]]:

@@ -1,9 +1,9 @@
 """`draftmill plan`: what a run will cost, from the configurations and the lengths alone. No GPU, no weights.
 
 Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory is
-an estimate of the large terms: weights, optimizer state, slots, saved activations. For an 8B target and
-its drafter, and for a 27B one with linear attention, it comes within a tenth of what H200s showed
-(docs/performance.md).
+an estimate of the large terms: weights, optimizer state, slots, saved activations. For targets of 0.6B, 8B and
+27B (with linear attention) and their drafters it comes within 4 % of torch's peaks on H200s, and with
+`CUDA_BYTES` within a tenth of what the processes took (docs/performance.md).
 Hours need two rates that a short run reports.
 """
 
@@ -23,6 +23,11 @@ from services.transport.layout import bytes_per_token, slot_bytes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DELTA_TENSORS = 15  # in float32, of Transformers' delta rule where no kernels for it are installed
+HEAD_CHUNK_ROWS = 1024  # of services/dflash/head.py on a GPU, which is not imported for its torch
+CUDA_BYTES = {
+    "target": 900_000_000,
+    "drafter": 1_400_000_000,
+}  # context and kernels, beyond torch's allocator
 _MASTER_BYTES = 16  # float32: weight, gradient, and AdamW's two moments
 
 
@@ -148,23 +153,25 @@ def drafter_memory(config: Config, drafter: DrafterConfig, slot: int) -> Memory:
 
     The widths of a block's row and of a context row (keys and values of each layer, alone and joined with the
     blocks', and what all layers share) are an approximation held against measurements, no list of tensors.
+    On top come a chunk's logits in the head, three times: its own, their slopes, and those of the chunk before.
     """
     item, weights = ITEM_BYTES[config.drafter.dtype], drafter.parameter_count
     query, key = (
         drafter.num_attention_heads * drafter.head_dim,
         drafter.num_key_value_heads * drafter.head_dim,
     )
-    block_row = 6 * drafter.hidden_size + 3 * drafter.intermediate_size + 2 * query + 2 * key
+    block_row = 5 * drafter.hidden_size + 2 * drafter.intermediate_size + 3 * query + 4 * key
     block_rows = config.recipe.anchors_per_pack * drafter.block_size
     context_row = 3 * drafter.hidden_size + drafter.num_hidden_layers * 4 * key
     saved = drafter.num_hidden_layers * block_rows * block_row + config.plan.token_budget * context_row
+    logits = (4 if config.recipe.loss == "kl" else 3) * min(block_rows, HEAD_CHUNK_ROWS) * drafter.vocab_size
     ends = (1 if drafter.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
     return Memory({
         "masters and optimizer": weights * _MASTER_BYTES,
         "compute copy": weights * item if item < 4 else 0,
         "embedding and head": ends * item,
         "packs": (1 + config.drafter.prefetch_packs) * slot,
-        "activations": saved * item,
+        "activations": (saved + logits) * item,
     })  # fmt: skip
 
 

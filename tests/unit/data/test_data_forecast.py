@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from protocol.errors import ModelError
 from services.config.schema import Config, Data, Drafter, Model, Plan, Recipe, Run, Target
 from services.data.dataset import Sample
 from services.data.forecast import (
+    CUDA_BYTES,
+    HEAD_CHUNK_ROWS,
     Rates,
     TargetShape,
     best_split,
@@ -30,6 +33,7 @@ from services.data.plan import Schedule, padded_length
 from services.data.training_data import TrainingData
 from services.data.writer import write_dataset
 from services.dflash.drafter_config import DrafterConfig
+from services.dflash.head import GPU_CHUNK_ROWS
 
 EDGES = (16, 32, 64)
 GIB = 2**30
@@ -132,15 +136,47 @@ def test_a_drafters_memory_comes_near_what_was_measured(variant, tokens, rows):
     measured = json.loads(MEASURED.read_text())[variant]
     config = Config(
         model=Model(path="m"), data=Data(path="d"), plan=Plan(token_budget=tokens),
-        recipe=Recipe(anchors_per_pack=512), drafter=Drafter(prefetch_packs=0),
+        recipe=Recipe(anchors_per_pack=512, loss="kl" if variant == "kl" else "ce"),
+        drafter=Drafter(prefetch_packs=0),
     )  # fmt: skip
     made = drafter_memory(config, EIGHT_B_DRAFTER, slot=tokens * rows * 4096 * 2)
     lasting = made.total - made.parts["activations"]
     assert lasting / GIB == pytest.approx(measured["lasting_gib"], rel=0.02)
-    assert made.parts["activations"] / GIB == pytest.approx(measured["peak_above_lasting_gib"], rel=0.1)
+    assert made.parts["activations"] / GIB == pytest.approx(measured["peak_above_lasting_gib"], rel=0.03)
     assert made.total / GIB == pytest.approx(measured["peak_gib"], rel=0.05)
     moments = 8 * EIGHT_B_DRAFTER.parameter_count
     assert (made.total - moments) / GIB == pytest.approx(measured["peak_without_moments_gib"], rel=0.05)
+
+
+@pytest.mark.parametrize("shape", ["", "_06b", "_27b"])
+def test_memory_is_foretold_whatever_the_size(shape):
+    """The pipeline's roles on H200s, 512 blocks of 16: torch's peak, and the process with all of CUDA."""
+    results = MEASURED.parent / f"pipeline{shape}_h200x2.json"
+    measured = json.loads(results.read_text())["memory"]
+    hidden, mlp, heads, vocabulary = {
+        "": (4096, 12288, 32, 151936), "_06b": (1024, 3072, 16, 151936), "_27b": (5120, 17408, 32, 248320),
+    }[shape]  # fmt: skip
+    drafter = replace(
+        EIGHT_B_DRAFTER, hidden_size=hidden, intermediate_size=mlp, num_attention_heads=heads,
+        vocab_size=vocabulary,
+    )  # fmt: skip
+    config = Config(
+        model=Model(path="m"), data=Data(path="d"), plan=Plan(token_budget=4096),
+        recipe=Recipe(anchors_per_pack=512),
+    )  # fmt: skip
+    packs = measured["drafter"]["parts"]["packs"]
+    foretold = drafter_memory(config, drafter, slot=packs // (1 + config.drafter.prefetch_packs))
+    assert foretold.parts["packs"] == pytest.approx(packs, abs=8)
+    foretold_bytes = {"drafter": foretold.total}
+    if shape != "_27b":  # whose target's formula was mended after that run, see below
+        foretold_bytes["target"] = measured["target"]["forecast_bytes"]
+    for role, size in foretold_bytes.items():
+        assert size == pytest.approx(measured[role]["allocated_peak_bytes"], rel=0.04)
+        assert size + CUDA_BYTES[role] == pytest.approx(measured[role]["process_bytes"], rel=0.1)
+
+
+def test_the_heads_chunk_is_that_of_the_head():
+    assert HEAD_CHUNK_ROWS == GPU_CHUNK_ROWS
 
 
 def test_in_float32_there_is_no_compute_copy_and_everything_else_is_twice_as_large():
