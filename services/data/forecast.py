@@ -1,8 +1,8 @@
 """`draftmill plan`: what a run will cost, from the configurations and the lengths alone. No GPU, no weights.
 
 Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory is
-an estimate of the large terms: weights, optimizer state, slots, saved activations. For targets of 0.6B, 8B and
-27B (with linear attention) and their drafters it comes within 4 % of torch's peaks on H200s, and with
+an estimate of the large terms: weights, optimizer state, slots, saved activations. For targets of 0.6B, 8B
+and 27B (with linear attention) and their drafters it comes within 4 % of torch's peaks on H200s, and with
 `CUDA_BYTES` within a tenth of what the processes took (docs/performance.md).
 Hours need two rates that a short run reports.
 """
@@ -153,7 +153,7 @@ def drafter_memory(config: Config, drafter: DrafterConfig, slot: int) -> Memory:
 
     The widths of a block's row and of a context row (keys and values of each layer, alone and joined with the
     blocks', and what all layers share) are an approximation held against measurements, no list of tensors.
-    On top come a chunk's logits in the head, three times: its own, their slopes, and those of the chunk before.
+    On top come the logits of a chunk in the head, three times: its own, their slopes, the chunk before's.
     """
     item, weights = ITEM_BYTES[config.drafter.dtype], drafter.parameter_count
     query, key = (
