@@ -55,23 +55,24 @@ def test_weights_count_in_the_type_they_are_loaded_as(folder):
 
 def test_a_target_larger_than_its_gpu_is_refused_by_the_numbers(folder):
     (finding,) = found(folder, {0: 48 * GIB, 1: 48 * GIB})
-    assert "GPU 0 has 48 GiB, target 0 60 GiB (weights 60 GiB, pack buffers" in finding
+    assert "GPU 0 has 48 GiB, target 0 60.8 GiB (weights 60 GiB, pack buffers" in finding
+    assert "CUDA 858 MiB" in finding
     assert "quantise the target" in finding and f"model.path = {folder}" in finding
 
 
 def test_roles_that_share_a_gpu_are_added_up(folder):
     assert not found(folder, {0: 80 * GIB})
     (finding,) = found(folder, {0: 80 * GIB}, target__count="2", target__gpus="0,0")
-    assert "target 0 60 GiB" in finding and "target 1 60 GiB" in finding and "drafter 0" in finding
+    assert "target 0 60.8 GiB" in finding and "target 1 60.8 GiB" in finding and "drafter 0" in finding
     assert not found(folder, {0: 80 * GIB, 1: 80 * GIB, 2: 80 * GIB}, target__count="2")
 
 
 def test_a_drafters_copies_and_activations_count(folder):
     options = {"target__gpus": "0", "drafter__gpus": "1", "recipe__anchors_per_pack": "65536"}
-    (finding,) = found(folder, {0: 80 * GIB, 1: GIB}, **options)
-    assert "GPU 1 has 1 GiB, drafter 0" in finding and "recipe.anchors_per_pack" in finding
+    (finding,) = found(folder, {0: 80 * GIB, 1: 2 * GIB}, **options)
+    assert "GPU 1 has 2 GiB, drafter 0" in finding and "recipe.anchors_per_pack" in finding
     assert "compute copy" in finding and "activations" in finding
-    assert not found(folder, {0: 80 * GIB, 1: GIB}, **options | {"recipe__anchors_per_pack": "64"})
+    assert not found(folder, {0: 80 * GIB, 1: 2 * GIB}, **options | {"recipe__anchors_per_pack": "64"})
 
 
 EVALUATED = {
@@ -85,7 +86,7 @@ def test_an_evaluator_counts_where_it_runs_with_its_caches(folder):
     assert "GPU 2 has 48 GiB, evaluator 60 GiB (weights 60 GiB, drafter" in finding and "caches" in finding
     assert not found(folder, memory, **EVALUATED, evaluator__gpu="1")
     (finding,) = found(folder, memory, **EVALUATED, evaluator__gpu="0")
-    assert "GPU 0 has 80 GiB, target 0 60 GiB" in finding and "and evaluator 60 GiB" in finding
+    assert "GPU 0 has 80 GiB, target 0 60.8 GiB" in finding and "and evaluator 60 GiB" in finding
     assert not found(folder, memory, **EVALUATED, evaluator__gpu="cpu")
 
 
