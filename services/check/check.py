@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.check.data import check_data, check_other_files
-from services.check.devices import check_devices, gpu_memory
+from services.check.devices import Devices, check_devices, gpu_memory
 from services.check.machine import (
     arenas_size,
     check_places,
@@ -24,6 +24,7 @@ from services.check.run_folder import check_run_folder, is_running
 from services.config.load import Loaded
 from services.config.sources import Finding
 from services.data.dataset import Dataset
+from services.data.gpu_memory import most_positions
 from services.data.plan import Schedule
 from services.data.training_data import TrainingData
 from services.local.view import size
@@ -41,14 +42,18 @@ def check(loaded: Loaded) -> Report:
     """Look at everything that `loaded` names."""
     model, findings = check_model(loaded)
     data, more = check_data(loaded, model)
+    positions = 0 if data is None or more else most_positions(loaded.config, data.longest)
     findings += more
     findings += check_other_files(loaded, model)
     findings += check_run_folder(loaded, data)
     findings += check_places(loaded, port_is_ours=is_running(loaded.config.run.dir))
+    devices = Devices([], [], [])
     if model is not None:
         findings += check_room(loaded, model)
-        findings += check_devices(loaded, model, gpu_memory())
-    return Report(_facts(loaded, model, data if not findings else None), findings, check_worth(loaded))
+        devices = check_devices(loaded, model, positions, gpu_memory())
+        findings += devices.findings
+    facts = _facts(loaded, model, data if not findings else None) + devices.facts
+    return Report(facts, findings, check_worth(loaded) + devices.warnings)
 
 
 def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) -> list[tuple[str, str]]:

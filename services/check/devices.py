@@ -1,9 +1,9 @@
 """Whether each GPU has room for the roles that share it, from headers and configurations: nothing is loaded.
 
-A role runs on one GPU; it would otherwise find out minutes later, after reading all weights. Of a target is
-counted what is sure: weights in the type they are loaded as (headers of the files; a vision tower that is
-not loaded counts, too, a percent or two) and packs, no activations. A drafter's memory is the forecast's, an
-evaluator's is both models and its caches.
+A role runs on one GPU; it would otherwise find out minutes later, after reading all weights. Targets and
+drafters are counted as `draftmill plan` does (services/data/gpu_memory.py), but for a target's weights: in
+the type they are loaded as, by the headers of the files (a vision tower that is not loaded counts, too, a
+percent or two). An evaluator's memory is both models and its caches.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from typing import NamedTuple
 
 from protocol.errors import ConfigError
 from services.check.evaluator import evaluator_memory
-from services.check.machine import slot_size
+from services.check.machine import named, slot_size
 from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.schema import Config
 from services.config.sources import Finding
-from services.data.forecast import CUDA_BYTES, drafter_memory
+from services.data.gpu_memory import CUDA_BYTES, drafter_memory, target_memory
 from services.evaluator.evaluator import device_of
 from services.local.view import size
+
+_ADVICE = (
+    "a role runs on one GPU: give it a larger one or one of its own, quantise the target, or lower "
+    "target.slots, plan.token_budget, recipe.anchors_per_pack, drafter.layers or eval.batch"
+)
 
 
 class Share(NamedTuple):
@@ -29,10 +34,24 @@ class Share(NamedTuple):
 
     role: str
     parts: dict[str, int]
+    guessed: int = 0  # of them, what the library's kernels may make less of
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        named = ", ".join(f"{name} {size(count)}" for name, count in self.parts.items() if count)
-        return f"{self.role} {size(sum(self.parts.values()))} ({named})"
+        return f"{self.role} {size(self.total)} ({named(self.parts)})"
+
+
+class Devices(NamedTuple):
+    """`facts` as (name, value): what is taken of each GPU. Findings: a role has no GPU, or too small a one;
+    a warning if it is too small only when a target's activations are as large as estimated.
+    """
+
+    facts: list[tuple[str, str]]
+    findings: list[Finding]
+    warnings: list[Finding]
 
 
 def gpu_memory() -> dict[int, int]:
@@ -44,32 +63,36 @@ def gpu_memory() -> dict[int, int]:
     return {n: torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())}
 
 
-def check_devices(loaded: Loaded, model: ModelFacts, memory: Mapping[int, int]) -> Iterator[Finding]:
-    """A finding for each GPU of `memory` whose roles need more than it has, or that is not there."""
-    config, shares = loaded.config, defaultdict[int, list[Share]](list)
-    places = list(_roles(config, model, len(memory)))
+def check_devices(loaded: Loaded, model: ModelFacts, positions: int, memory: Mapping[int, int]) -> Devices:
+    """What is taken of each GPU of `memory`; a target's largest forward has that many `positions`."""
+    config, shares, found = loaded.config, defaultdict[int, list[Share]](list), Devices([], [], [])
+    places = list(_roles(config, model, positions, len(memory)))
     try:
         places += _evaluators(config, model, len(memory))
     except ConfigError as error:
-        yield Finding(loaded.describe("evaluator.gpu"), str(error).removeprefix("evaluator.gpu: "))
+        rule = str(error).removeprefix("evaluator.gpu: ")
+        found.findings.append(Finding(loaded.describe("evaluator.gpu"), rule))
     if config.arena.kind in ("pinned", "cuda_ipc"):
-        yield from _without_gpu(loaded, len(memory))
+        found.findings.extend(_without_gpu(loaded, len(memory)))
     for option, gpu, share in places:
         if gpu in memory:
             shares[gpu].append(share)
         else:
-            yield Finding(loaded.describe(option), f"{share.role}: there is no GPU {gpu} here")
+            rule = f"{share.role}: there is no GPU {gpu} here"
+            found.findings.append(Finding(loaded.describe(option), rule))
     for gpu, together in sorted(shares.items()):
-        wanted = sum(sum(share.parts.values()) for share in together)
-        if wanted > memory[gpu]:
-            subject = loaded.describe("model.path", "target.gpus", "drafter.gpus")
-            rule = (
-                f"GPU {gpu} has {size(memory[gpu])}, {' and '.join(map(str, together))} take {size(wanted)} "
-                "without activations of a target; a role runs on one GPU: give it a larger one or one of its "
-                "own, quantise the target, or lower target.slots, plan.token_budget, "
-                "recipe.anchors_per_pack, drafter.layers or eval.batch"
-            )
-            yield Finding(subject, rule)
+        roles, room = " and ".join(map(str, together)), memory[gpu]
+        wanted = sum(share.total for share in together)
+        found.facts.append((f"GPU {gpu}", f"{size(wanted)} of {size(room)}: {roles}"))
+        small = Finding(
+            loaded.describe("model.path", "target.gpus", "drafter.gpus"),
+            f"GPU {gpu} has {size(room)}, {roles} take {size(wanted)}; {_ADVICE}",
+        )
+        if wanted - sum(share.guessed for share in together) > room:
+            found.findings.append(small)
+        elif wanted > room:
+            found.warnings.append(small)
+    return found
 
 
 def _without_gpu(loaded: Loaded, count: int) -> Iterator[Finding]:
@@ -86,25 +109,29 @@ def _without_gpu(loaded: Loaded, count: int) -> Iterator[Finding]:
         yield Finding(loaded.describe("arena.kind", "drafter.gpus", "drafter.count"), rule)
 
 
-def _roles(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str, int, Share]]:
+def _roles(config: Config, model: ModelFacts, positions: int, count: int) -> Iterator[tuple[str, int, Share]]:
     """(option, number of the GPU, what is taken there) of each target and drafter that takes one."""
-    drafter = drafter_memory(config, model.drafter, slot_size(config, model)).parts
-    for role, number, parts in (
-        ("target", config.target.count, _target(config, model)),
-        ("drafter", config.drafter.count, drafter),
+    slot = slot_size(config, model)
+    target = target_memory(config, model.loaded_bytes, model.widths, positions, slot).parts
+    if config.arena.kind == "cuda_ipc":
+        target["slots"] = config.target.slots * slot
+    for role, number, parts, guessed in (
+        ("target", config.target.count, target, target["activations"]),
+        ("drafter", config.drafter.count, drafter_memory(config, model.drafter, slot).parts, 0),
     ):
         for index in range(number):
             gpu = _gpu(config, role, index, count)
             if gpu is not None:
-                yield f"{role}.gpus", gpu, Share(f"{role} {index}", parts | {"CUDA": CUDA_BYTES[role]})
+                share = Share(f"{role} {index}", parts | {"CUDA": CUDA_BYTES[role]}, guessed)
+                yield f"{role}.gpus", gpu, share
 
 
 def _evaluators(config: Config, model: ModelFacts, count: int) -> Iterator[tuple[str, int, Share]]:
     """The same of an evaluator. Raises ConfigError: none is named, and none is free."""
     device = device_of(config, count) if config.evaluator.count else None
     if device is not None and device.type == "cuda":
-        share = Share("evaluator", evaluator_memory(config, model, on_gpu=True))
-        yield "evaluator.gpu", device.index or 0, share
+        parts = evaluator_memory(config, model, on_gpu=True) | {"CUDA": CUDA_BYTES["evaluator"]}
+        yield "evaluator.gpu", device.index or 0, Share("evaluator", parts)
 
 
 def _gpu(config: Config, role: str, index: int, count: int) -> int | None:
@@ -118,11 +145,3 @@ def _gpu(config: Config, role: str, index: int, count: int) -> int | None:
     if role == "target":
         return index if index < count else None
     return max(0, min(count - 1, count - config.drafter.count + index))
-
-
-def _target(config: Config, model: ModelFacts) -> dict[str, int]:
-    slot = slot_size(config, model)
-    parts = {"weights": model.loaded_bytes, "pack buffers": (config.target.postprocess_depth + 1) * slot}
-    if config.arena.kind == "cuda_ipc":
-        parts["slots"] = config.target.slots * slot
-    return parts

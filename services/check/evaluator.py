@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.check.model import ModelFacts
 from services.config.schema import Config
-from services.data.forecast import ITEM_BYTES
+from services.data.gpu_memory import ITEM_BYTES
 from services.dflash.drafter_config import DrafterConfig
 from services.dflash.lossless import LOOK_ROWS
 from services.dflash.speculate_batch import TOKENS

@@ -19,7 +19,7 @@ from services.config.load import Loaded
 from services.config.rules import packs_needed
 from services.config.schema import Config
 from services.config.sources import Finding
-from services.data.forecast import drafter_memory
+from services.data.gpu_memory import drafter_memory
 from services.data.plan import rows_limit
 from services.lifecycle import arena_folder
 from services.local.view import size

@@ -21,6 +21,7 @@ from services.config.schema import Config
 from services.config.sources import Finding
 from services.data.convert import check_vocabulary
 from services.data.dataset import Dataset
+from services.data.gpu_memory import TargetWidths, widths_of
 from services.data.token_use import idle_rows
 from services.dflash.drafter_config import DrafterConfig, derive, misfits, special_ids
 from services.dflash.speculate_batch import MASKED_ATTENTION, rows_may_differ
@@ -43,6 +44,7 @@ class ModelFacts(NamedTuple):
     shared: bool  # stored in that type: targets on a CPU map the files and have one copy between them
     tokenizer: Any | None  # None: the folder has none, and none is needed
     drafter: DrafterConfig
+    widths: TargetWidths
     cache_width: int  # values that its cache keeps of each token, all layers together
     in_batches: bool  # whether an evaluator may decode several prompts at a time
 
@@ -68,8 +70,10 @@ def check_model(loaded: Loaded) -> tuple[ModelFacts | None, list[Finding]]:
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     loaded_bytes, shared = _loaded_bytes(folder, loaded.config.model.dtype)
     in_batches = loaded.config.model.attention in MASKED_ATTENTION and rows_may_differ(text_config)
-    width = _cache_width(text_config)
-    facts = ModelFacts(folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape, width, in_batches)
+    facts = ModelFacts(
+        folder, rows, weight_bytes, loaded_bytes, shared, tokenizer, shape,
+        widths_of(text_config), _cache_width(text_config), in_batches,
+    )  # fmt: skip
     if rows != text_config.vocab_size:
         rule = (
             f"{rows} rows of embedding, {text_config.vocab_size} in config.json; they do not belong together"

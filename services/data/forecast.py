@@ -1,44 +1,36 @@
 """`draftmill plan`: what a run will cost, from the configurations and the lengths alone. No GPU, no weights.
 
 Counts (steps, packs, padding, bytes) are exact: they come from the plan that the run will follow. Memory is
-an estimate of the large terms: weights, optimizer state, slots, saved activations. For targets of 0.6B, 8B
-and 27B (with linear attention) and their drafters it comes within 4 % of torch's peaks on H200s, and with
-`CUDA_BYTES` within a tenth of what the processes took (docs/performance.md).
-Hours need two rates that a short run reports.
+an estimate (services/data/gpu_memory.py). Hours need two rates that a short run reports.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from protocol.errors import ModelError
 from services.config.schema import Config
-from services.data.plan import Schedule, padded_length, rows_limit
+from services.data.gpu_memory import (
+    ITEM_BYTES,
+    Memory,
+    TargetWidths,
+    drafter_memory,
+    most_positions,
+    target_memory,
+    widths_of,
+)
+from services.data.plan import Schedule, rows_limit
 from services.data.training_data import TrainingData
 from services.dflash.drafter_config import DrafterConfig
 from services.transport.layout import bytes_per_token, slot_bytes
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DELTA_TENSORS = 15  # in float32, of Transformers' delta rule where no kernels for it are installed
-HEAD_CHUNK_ROWS = 1024  # of services/dflash/head.py on a GPU, which is not imported for its torch
-CUDA_BYTES = {
-    "target": 900_000_000,
-    "drafter": 1_400_000_000,
-}  # context and kernels, beyond torch's allocator
-_MASTER_BYTES = 16  # float32: weight, gradient, and AdamW's two moments
-
 
 class TargetShape(NamedTuple):
-    """What memory depends on, of the target's text tower."""
-
     parameters: int
-    hidden: int
-    mlp: int  # widest activation of an MLP, of all experts that a token visits
-    attention: int  # queries, keys and values of a token
-    delta: int = 0  # values of a token in a layer of linear attention (gated delta nets), of all its heads
+    widths: TargetWidths
 
 
 class Rates(NamedTuple):
@@ -63,16 +55,6 @@ class Counts(NamedTuple):
     tokens_of_all_epochs: int
 
 
-class Memory(NamedTuple):
-    """Bytes of one process, by what takes them."""
-
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
 class Forecast(NamedTuple):
     counts: Counts
     bytes_per_token: int
@@ -94,10 +76,12 @@ def forecast(
     token_bytes = bytes_per_token(config, hidden=drafter.hidden_size, taps=drafter.taps)
     documents = max(rows_limit(edge, config.plan.token_budget) for edge in config.plan.bucket_edges)
     slot = slot_bytes(config, hidden=drafter.hidden_size, taps=drafter.taps, max_documents=documents)
-    positions = max(counts.largest_forward, warmed_positions(config, data.longest))
+    warmed = most_positions(config, data.longest) if config.target.warm_up else 0
+    positions = max(counts.largest_forward, warmed)
+    weights = target.parameters * ITEM_BYTES[config.model.dtype]
     return Forecast(
         counts, token_bytes, slot,
-        target_memory(config, target, positions, slot),
+        target_memory(config, weights, target.widths, positions, slot),
         drafter_memory(config, drafter, slot),
         drafter.parameter_count,
         2 * config.target.count * config.target.slots * slot,
@@ -123,56 +107,6 @@ def count(config: Config, data: TrainingData) -> Counts:
         steps=schedule.total_steps, steps_per_epoch=schedule.steps_in_epoch(0),
         tokens_of_all_epochs=sum(int(data.of(e).lengths.sum()) for e in range(config.run.epochs)),
     )  # fmt: skip
-
-
-def warmed_positions(config: Config, longest: int) -> int:
-    """Of the largest forward that a target on a GPU warms up: a bucket with as many samples as a plan may
-    ever put there, up to four times as long as the batches of samples that fill their bucket.
-    """
-    if not config.target.warm_up:
-        return 0
-    plan = config.plan
-    reached = padded_length(longest, plan.bucket_edges)
-    return max(edge * rows_limit(edge, plan.token_budget) for edge in plan.bucket_edges if edge <= reached)
-
-
-def target_memory(config: Config, target: TargetShape, positions: int, slot: int) -> Memory:
-    """A forward of `positions` keeps one layer's activations at a time; and the packs being copied out."""
-    item = ITEM_BYTES[config.model.dtype]
-    mixer = max(2 * target.attention * item, DELTA_TENSORS * target.delta * ITEM_BYTES["float32"])
-    widest_bytes = 3 * target.hidden * item + max(3 * target.mlp * item, mixer)
-    return Memory({
-        "weights": target.parameters * item,
-        "activations": positions * widest_bytes,
-        "pack buffers": (config.target.postprocess_depth + 1) * slot,
-    })  # fmt: skip
-
-
-def drafter_memory(config: Config, drafter: DrafterConfig, slot: int) -> Memory:
-    """Of a drafter on a GPU, at its peak: a pack of `plan.token_budget` tokens has gone through all layers.
-
-    The widths of a block's row and of a context row (keys and values of each layer, alone and joined with the
-    blocks', and what all layers share) are an approximation held against measurements, no list of tensors.
-    On top come the logits of a chunk in the head, three times: its own, their slopes, the chunk before's.
-    """
-    item, weights = ITEM_BYTES[config.drafter.dtype], drafter.parameter_count
-    query, key = (
-        drafter.num_attention_heads * drafter.head_dim,
-        drafter.num_key_value_heads * drafter.head_dim,
-    )
-    block_row = 5 * drafter.hidden_size + 2 * drafter.intermediate_size + 3 * query + 4 * key
-    block_rows = config.recipe.anchors_per_pack * drafter.block_size
-    context_row = 3 * drafter.hidden_size + drafter.num_hidden_layers * 4 * key
-    saved = drafter.num_hidden_layers * block_rows * block_row + config.plan.token_budget * context_row
-    logits = (4 if config.recipe.loss == "kl" else 3) * min(block_rows, HEAD_CHUNK_ROWS) * drafter.vocab_size
-    ends = (1 if drafter.tie_word_embeddings else 2) * drafter.vocab_size * drafter.hidden_size
-    return Memory({
-        "masters and optimizer": weights * _MASTER_BYTES,
-        "compute copy": weights * item if item < 4 else 0,
-        "embedding and head": ends * item,
-        "packs": (1 + config.drafter.prefetch_packs) * slot,
-        "activations": (saved + logits) * item,
-    })  # fmt: skip
 
 
 def _hours(config: Config, counts: Counts, rates: Rates) -> float:
@@ -205,36 +139,8 @@ def read_target(path: str) -> TargetShape:
             model = loader_of(config)[0].from_config(config)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path = {path}: no causal language model to plan for: {error}") from None
-    text = config.get_text_config(decoder=True)
-    return TargetShape(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        hidden=text.hidden_size, mlp=_mlp_width(text), attention=_attention_width(text),
-        delta=_delta_width(text),
-    )  # fmt: skip
-
-
-def _mlp_width(text: Any) -> int:
-    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    expert = getattr(text, "moe_intermediate_size", None)
-    visited = getattr(text, "num_experts_per_tok", None) or 0
-    return max(int(dense), int(expert) * int(visited)) if expert else int(dense) * max(1, int(visited))
-
-
-def _attention_width(text: Any) -> int:
-    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
-
-    def width(layer: Any) -> int:
-        heads = layer.num_attention_heads
-        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        return size * (heads + 2 * (getattr(layer, "num_key_value_heads", None) or heads))
-
-    return max(width(layer) for layer in layers)
-
-
-def _delta_width(text: Any) -> int:
-    """Keys are repeated to as many heads as there are of values."""
-    sizes = (getattr(text, f"linear_{of}_head_dim", 0) for of in ("key", "value"))
-    return int(getattr(text, "linear_num_value_heads", 0) * max(sizes))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return TargetShape(parameters, widths_of(config.get_text_config(decoder=True)))
 
 
 def plan_of_run(config: Config, model: Path, rates: Rates | None) -> Forecast:

@@ -6,7 +6,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from services.config.schema import Config
-from services.data.forecast import Forecast, Memory
+from services.data.forecast import Forecast
+from services.data.gpu_memory import Memory
 from services.local.view import size
 
 

@@ -14,14 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from protocol.files import FileLock
 from services.check.check import Report, check
 from services.check.devices import check_devices
-from services.check.machine import file_system
+from services.check.machine import file_system, slot_size
 from services.check.model import check_model
 from services.config.fingerprint import identity, model_fingerprint
 from services.config.load import Loaded, load
 from services.coordinator.ledger import Ledger
 from services.data.dataset import Dataset, Sample
+from services.data.gpu_memory import CUDA_BYTES, most_positions, target_memory
 from services.data.token_use import occurrences
 from services.data.writer import write_dataset
+from services.local.view import size
 
 ROWS = 64
 
@@ -257,6 +259,26 @@ def test_a_port_that_is_taken(place):
     assert found[0].in_use
 
 
+def test_what_the_roles_take_of_a_gpu_is_told_and_refused_by_the_same_numbers(place, monkeypatch):
+    evaluator = {"evaluator__count": "1", "eval__prompts": place / "held-out.jsonl"}
+    (place / "held-out.jsonl").write_text('{"prompt": "w5"}\n')
+    options = evaluator | {"target__gpus": "0", "drafter__gpus": "0", "evaluator__gpu": "0"}
+    model, _ = check_model(loaded_with(place, **options))
+    plan = loaded_with(place, **options).config
+    positions = most_positions(plan, 30)
+    target = target_memory(plan, model.loaded_bytes, model.widths, positions, slot_size(plan, model)).total
+    for room in (1 << 30, 1 << 40):
+        monkeypatch.setattr("services.check.check.gpu_memory", lambda room=room: {0: room})
+        found = report(place, **options)
+        (told,) = (text for name, text in found.facts if name == "GPU 0")
+        assert f"target 0 {size(target + CUDA_BYTES['target'])} (weights " in told
+        assert "activations" in told and "evaluator" in told and told.count("CUDA") == 3
+        (taken,) = {told.split(" of ")[0]}
+        refused = [str(finding) for finding in found.findings]
+        assert len(refused) == (room == 1 << 30)
+        assert all(f"take {taken}; a role runs on one GPU" in finding for finding in refused)
+
+
 @pytest.mark.parametrize(
     ("options", "gpus", "rule"),
     [
@@ -271,7 +293,8 @@ def test_a_port_that_is_taken(place):
 def test_kinds_of_arenas_that_need_a_gpu(place, options, gpus, rule):
     loaded = loaded_with(place, **options)
     model, _ = check_model(loaded)
-    found = [str(finding) for finding in check_devices(loaded, model, dict.fromkeys(range(gpus), 1 << 40))]
+    devices = check_devices(loaded, model, 64, dict.fromkeys(range(gpus), 1 << 40))
+    found = [str(finding) for finding in devices.findings]
     assert ([rule] if rule else []) == [rule for one in found if rule and rule in one] and len(found) <= 1
 
 

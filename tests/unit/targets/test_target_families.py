@@ -50,8 +50,8 @@ def test_taps_and_logits_of_a_ragged_batch_are_the_models_own(case):
 def test_its_memory_can_be_planned(case):
     shape = read_target(str(case.folder))
     assert shape.parameters >= sum(parameter.numel() for parameter in case.target.model.parameters())
-    assert shape.hidden == 32
-    assert shape.attention >= 32 and shape.mlp >= 32
+    assert shape.widths.hidden == 32
+    assert shape.widths.attention >= 32 and shape.widths.mlp >= 32
 
 
 def test_the_table_in_the_docs_has_every_family():

@@ -12,7 +12,7 @@ from target_families import FAMILIES, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from services.check.devices import check_devices
+from services.check.devices import Devices, check_devices
 from services.check.evaluator import evaluator_memory, logit_bytes
 from services.check.model import ModelFacts, check_model
 from services.config.load import load
@@ -43,8 +43,14 @@ def folder(tmp_path_factory):
 
 
 def found(folder, memory, weights=60 * GIB, **options):
+    devices = devices_of(folder, memory, weights, **options)
+    assert not devices.warnings
+    return [str(finding) for finding in devices.findings]
+
+
+def devices_of(folder, memory, weights=60 * GIB, positions=1024, **options) -> Devices:
     loaded, facts = facts_of(folder, **options)
-    return [str(finding) for finding in check_devices(loaded, facts._replace(loaded_bytes=weights), memory)]
+    return check_devices(loaded, facts._replace(loaded_bytes=weights), positions, memory)
 
 
 def test_weights_count_in_the_type_they_are_loaded_as(folder):
@@ -55,9 +61,22 @@ def test_weights_count_in_the_type_they_are_loaded_as(folder):
 
 def test_a_target_larger_than_its_gpu_is_refused_by_the_numbers(folder):
     (finding,) = found(folder, {0: 48 * GIB, 1: 48 * GIB})
-    assert "GPU 0 has 48 GiB, target 0 60.8 GiB (weights 60 GiB, pack buffers" in finding
+    assert "GPU 0 has 48 GiB, target 0 60.8 GiB (weights 60 GiB, activations" in finding
     assert "CUDA 858 MiB" in finding
     assert "quantise the target" in finding and f"model.path = {folder}" in finding
+
+
+def test_a_targets_activations_count_and_are_warned_of(folder):
+    """The library may have kernels that take less, so nothing is refused for them alone."""
+    memory = {0: 80 * GIB, 1: 80 * GIB}
+    fits = devices_of(folder, memory, positions=16 << 20)
+    assert not fits.findings and not fits.warnings and "activations 11 GiB" in dict(fits.facts)["GPU 0"]
+    tight = devices_of(folder, memory, positions=64 << 20)
+    (warning,) = tight.warnings
+    assert "activations 44 GiB" in str(warning) and "plan.token_budget" in str(warning)
+    assert not tight.findings
+    too_large = devices_of(folder, memory, weights=80 * GIB, positions=64 << 20)
+    assert len(too_large.findings) == 1 and not too_large.warnings
 
 
 def test_roles_that_share_a_gpu_are_added_up(folder):
@@ -83,10 +102,10 @@ EVALUATED = {
 def test_an_evaluator_counts_where_it_runs_with_its_caches(folder):
     memory = {0: 80 * GIB, 1: 80 * GIB, 2: 48 * GIB}
     (finding,) = found(folder, memory, **EVALUATED)  # the GPU that nobody else has
-    assert "GPU 2 has 48 GiB, evaluator 60 GiB (weights 60 GiB, drafter" in finding and "caches" in finding
+    assert "GPU 2 has 48 GiB, evaluator 60.9 GiB (weights 60 GiB, drafter" in finding and "caches" in finding
     assert not found(folder, memory, **EVALUATED, evaluator__gpu="1")
     (finding,) = found(folder, memory, **EVALUATED, evaluator__gpu="0")
-    assert "GPU 0 has 80 GiB, target 0 60.8 GiB" in finding and "and evaluator 60 GiB" in finding
+    assert "GPU 0 has 80 GiB, target 0 60.8 GiB" in finding and "and evaluator 60.9 GiB" in finding
     assert not found(folder, memory, **EVALUATED, evaluator__gpu="cpu")
 
 
