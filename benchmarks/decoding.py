@@ -2,9 +2,11 @@
 
     python benchmarks/decoding.py                    SmolLM2-135M's shape, on a GPU if there is one
     python benchmarks/decoding.py --shape tiny
+    python benchmarks/decoding.py --dtype bfloat16   as an evaluation of speed is
 
 Random weights, in float32 as evaluations of acceptance are: a drafter that knows nothing, so that each round
-yields about one token and all ways take as many rounds. One at a time is measured on fewer prompts.
+yields about one token and all ways take as many rounds. One at a time is measured on fewer prompts, as is
+plain decoding, in tokens a second, which are its rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig
-from services.dflash.speculate import Generation, speculate
+from services.dflash.speculate import Generation, decode_plainly, speculate
 from services.dflash.speculate_batch import speculate_batch
 from services.dflash.target_model import wrap_target
 
@@ -40,7 +42,9 @@ SHAPES = {
 def measure(shape: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes = SHAPES[shape]
-    target = wrap_target(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=2048)).to(device))
+    dtype = getattr(torch, options.dtype)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=2048)).to(device, dtype)
+    target = wrap_target(model)
     layers = sizes["num_hidden_layers"]
     config = DrafterConfig(
         **{name: size for name, size in sizes.items() if name != "num_hidden_layers"}, num_hidden_layers=5,
@@ -48,7 +52,7 @@ def measure(shape: str, device: torch.device, options: argparse.Namespace) -> di
         target_layer_ids=(1, layers - 3), block_size=16, mask_token_id=0, rms_norm_eps=1e-5, rope_theta=1e4,
         max_position_embeddings=2048, layer_types=("full_attention",) * 5,
     )  # fmt: skip
-    drafter = Drafter(config, seed=0).to(device).eval()
+    drafter = Drafter(config, seed=0).to(device, dtype).eval()
     lengths = torch.randint(60, 160, (options.prompts,)).tolist()
     prompts = [torch.randint(1, sizes["vocab_size"], (length,)).tolist() for length in lengths]
     limits: dict[str, Any] = {"max_new_tokens": options.tokens, "stop_ids": ()}
@@ -62,6 +66,9 @@ def measure(shape: str, device: torch.device, options: argparse.Namespace) -> di
     begun_s = time.perf_counter()
     alone = [speculate(target, drafter, prompt, **limits) for prompt in prompts[: options.alone]]
     found = {"one": rate(alone, begun_s)}
+    decode_plainly(target, prompts[0], **limits)
+    plain = [decode_plainly(target, prompt, **limits) for prompt in prompts[: options.alone]]
+    found["plain"] = sum(len(one.tokens) - 1 for one in plain) / sum(one.decode_s for one in plain)
     for rows in options.rows:
         begun_s = time.perf_counter()
         batch = speculate_batch(target, drafter, prompts, rows=rows, **limits)
@@ -77,6 +84,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2-135m" if on_gpu else "tiny")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--alone", type=int, default=4, help="prompts decoded one at a time")
     parser.add_argument("--tokens", type=int, default=32)
@@ -87,7 +95,8 @@ def main() -> None:
     text = json.dumps(
         {
             "benchmark": "decoding", "machine": machine(device), "shape": options.shape,
-            "prompts": options.prompts, "rounds_per_s": measure(options.shape, device, options),
+            "dtype": options.dtype, "prompts": options.prompts,
+            "rounds_per_s": measure(options.shape, device, options),
         },
         indent=1,
     )  # fmt: skip

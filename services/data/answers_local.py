@@ -20,6 +20,7 @@ from services.data.records import BadSample
 from services.data.regenerate import Answer, Ask, Asked, Refused
 from services.data.turns import ChatTemplate
 from services.dflash.counter_random import hash_bits
+from services.dflash.growing_keys import growing_keys
 from services.dflash.sampling import Sampling, pick
 from services.dflash.target_model import Target, load_target, load_tokenizer
 
@@ -91,6 +92,7 @@ class LocalAnswers:
         if batch:
             yield batch
 
+    @growing_keys()
     @torch.inference_mode()
     def _generate(self, batch: list[Prompt]) -> list[list[int]]:
         """The answers' ids, up to and with a stop token, or up to the limit."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from services.dflash.growing_keys import growing_keys
 from services.dflash.prompts import Prompt
 from services.dflash.speculate import Generation
 from services.dflash.target_model import Target
@@ -43,6 +44,7 @@ def compare(
     return ties, differing
 
 
+@growing_keys()
 @torch.inference_mode()
 def look_again(
     target: Target,
@@ -92,6 +94,7 @@ def _length(tokens: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int])
     return min(next(stops, max_new_tokens), max_new_tokens)
 
 
+@growing_keys()
 @torch.inference_mode()
 def _tied(target: Target, prefix: Sequence[int], left: int, right: int) -> bool:
     """Whether both tokens are the best after `prefix`, up to rounding."""

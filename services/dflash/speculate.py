@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from services.dflash.attention import ServingAttention
 from services.dflash.drafter import Drafter, KeyValue
+from services.dflash.growing_keys import growing_keys
 from services.dflash.sampling import Sampling, accept, draw
 from services.dflash.taps import TapReader
 from services.dflash.target_model import Target
@@ -133,6 +134,7 @@ class _Decoder:
         return int(draw(self.sampling.probabilities(logits_V[None]), self.generator))
 
 
+@growing_keys()
 @torch.inference_mode()
 def speculate(
     target: Target,
@@ -204,6 +206,7 @@ def _draft(target: Target, drafter: Drafter, context: ContextCache, clean: int, 
     return target.logits(drafter(inputs_RH, positions_R, context.layers(), attend)[1:])
 
 
+@growing_keys()
 @torch.inference_mode()
 def decode_plainly(
     target: Target,

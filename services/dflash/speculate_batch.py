@@ -28,6 +28,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from services.dflash.drafter import Drafter
+from services.dflash.growing_keys import growing_keys
 from services.dflash.row_cache import Cursor, RowLayer, RowsAttention, causal, hiding_mask
 from services.dflash.speculate import Generation
 from services.dflash.taps import TapReader
@@ -66,6 +67,7 @@ def rows_may_differ(config: Any) -> bool:
     )
 
 
+@growing_keys()
 @torch.inference_mode()
 def speculate_batch(
     target: Target,

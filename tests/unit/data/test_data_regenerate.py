@@ -228,6 +228,16 @@ def test_a_batch_goes_on_with_those_that_have_not_ended(target):
     assert wide == tokens(local(often, batch_tokens=1, **asked).answers(questions(*TEXTS, numbers=6)))
 
 
+def test_no_kernel_plans_for_each_number_of_keys(target):
+    allowed = []
+    hook = target.layers[0].register_forward_pre_hook(
+        lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    list(local(target).answers(questions(*TEXTS)))
+    hook.remove()
+    assert allowed and not any(allowed) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(target):
     (made,) = local(target, max_new_tokens=250).answers(questions("fox"))
     assert isinstance(made, Refused)
