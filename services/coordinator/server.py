@@ -65,9 +65,6 @@ STALL_S = 1.0
 LEAVE_S = 15.0
 """How long a finished coordinator waits for its roles to leave before it leaves itself."""
 
-LAST_UPLOAD_TRIES = 3
-"""Failed copies of the last checkpoints before a coordinator leaves without them."""
-
 
 class Server:
     """Sockets, locks, clock and files around a Coordinator."""
@@ -237,16 +234,17 @@ class Server:
         return None if up is None else UploadState(up.pending, up.errors)
 
     def _finish_uploads(self, watchdog: Watchdog) -> None:
-        """The last checkpoint is what a run is for: wait for its copy, unless that fails time and again."""
+        """The last checkpoint is what a run is for: wait for its copy while there is one to hope for."""
         if self._uploader is None or self._config.watch.linger:
             return
         self._keep_checkpoints()
         self._uploader.hurry()
-        enough = self._uploader.errors + LAST_UPLOAD_TRIES
-        while self._uploader.pending and self._uploader.errors < enough:
+        while self._uploader.arriving:
             watchdog.beat()
             self._receive()
             self._show(self._now())
+        if missing := self._uploader.pending:
+            log.error("left with checkpoints that were not uploaded", extra={"checkpoints": missing})
 
     def _unhealthy(self, now_s: float) -> str:
         """ "" while the run progresses; a run that waits for roles to come is not stuck."""

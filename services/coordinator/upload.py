@@ -13,8 +13,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-import shutil
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 MARK = "uploaded.json"
 CHUNK_BYTES = 8 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+LAST_TRIES, LAST_STILL_S = 3, 300.0
+"""Failed copies, and seconds without a byte moved, after which who is in a hurry leaves without the rest."""
 
 
 class Uploader:
@@ -47,6 +49,7 @@ class Uploader:
         self._pending: list[str] = []
         self._done: set[str] = set()
         self._leaving = self._hurried = False
+        self._enough_errors, self._moved_s = 0, time.monotonic()
         self.busy = ""
         self.errors = 0
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -67,10 +70,16 @@ class Uploader:
                 self._change.notify_all()
 
     def hurry(self) -> None:
-        """Try again now, and from now on after short pauses: who waits is about to leave."""
+        """Try again now, and from now on after short pauses: who waits while `arriving` is about to leave."""
         with self._change:
-            self._hurried = True
+            self._hurried, self._enough_errors = True, self.errors + LAST_TRIES
             self._change.notify_all()
+
+    @property
+    def arriving(self) -> bool:
+        """After `hurry`: whether something is pending that neither fails time and again nor hangs."""
+        still_s = time.monotonic() - self._moved_s
+        return self.pending > 0 and self.errors < self._enough_errors and still_s < LAST_STILL_S
 
     def close(self) -> None:
         """Ends after the copy under way has ended or failed; does not wait for it."""
@@ -98,7 +107,7 @@ class Uploader:
         with self._change:
             while not self._leaving:
                 if self._pending:
-                    self.busy = self._pending.pop()
+                    self.busy, self._moved_s = self._pending.pop(), time.monotonic()
                     return self.busy
                 self._change.wait()
         return None
@@ -141,8 +150,13 @@ class Uploader:
         if isinstance(self._system, LocalFileSystem):
             aside = Path(f"{path}.part")
             with aside.open("wb") as sink:
-                shutil.copyfileobj(source, sink, CHUNK_BYTES)
+                self._pour(source, sink)
             aside.rename(path)
             return
         with self._system.transaction, self._system.open(path, "wb", block_size=CHUNK_BYTES) as sink:
-            shutil.copyfileobj(source, sink, CHUNK_BYTES)
+            self._pour(source, sink)
+
+    def _pour(self, source: BinaryIO, sink: BinaryIO) -> None:
+        while chunk := source.read(CHUNK_BYTES):
+            sink.write(chunk)
+            self._moved_s = time.monotonic()

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -110,6 +111,46 @@ def test_who_is_in_a_hurry_does_not_wait_for_a_long_pause(tmp_path, monkeypatch)
     uploader.hurry()
     until(lambda: not uploader.pending, uploader)
     assert (there / "ckpt-0-4-d" / MARK).exists()
+    uploader.close()
+
+
+def test_who_leaves_waits_for_what_moves_but_not_for_what_hangs_or_fails_on(tmp_path, monkeypatch):
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d", size=4000)
+    reached, go_on = threading.Event(), threading.Event()
+    pour = Uploader._pour
+
+    def hang(self, source, sink):
+        pour(self, source, sink)
+        reached.set()
+        go_on.wait()
+
+    monkeypatch.setattr(Uploader, "_pour", hang)
+    uploader = Uploader(str(there), root)
+    uploader.offer(["ckpt-0-4-d"])
+    assert reached.wait(30)
+    uploader.hurry()
+    assert uploader.arriving
+    monkeypatch.setattr("services.coordinator.upload.LAST_STILL_S", 0.0)
+    assert not uploader.arriving and uploader.pending
+    monkeypatch.undo()
+    go_on.set()
+    until(lambda: not uploader.pending, uploader)
+    assert not uploader.arriving
+    uploader.close()
+
+
+def test_who_leaves_does_not_wait_after_three_more_failures(tmp_path):
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d")
+    there.write_text("a file where a folder should be")
+    uploader = Uploader(str(there), root)
+    uploader.offer(["ckpt-0-4-d"])
+    until(lambda: uploader.errors > 0, uploader)
+    failed = uploader.errors
+    uploader.hurry()
+    until(lambda: not uploader.arriving, uploader)
+    assert uploader.pending and uploader.errors >= failed + 3
     uploader.close()
 
 
