@@ -265,6 +265,7 @@ def export(
     push_to_hub: Annotated[str, typer.Option(help="repository to upload to; a new one is private")] = "",
 ) -> None:
     """Write a drafter that vLLM, SGLang and z-lab's package load, check it, and describe it in a card."""
+    from services.models.card import unserved
     from services.models.publish import export as publish
 
     found = publish(
@@ -272,6 +273,8 @@ def export(
     )
     typer.echo(json.dumps(found, indent=1))
     typer.echo(f"drafter in {out}; {out / 'README.md'} has the commands of vLLM and SGLang for it", err=True)
+    if warning := unserved(json.loads((out / "config.json").read_text())):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @app.command(name="config")

@@ -17,6 +17,7 @@ from services.config import schema
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _MASK_NAME = re.compile(r"^[<\[][|\W]*mask(_token)?[|\W]*[>\]]$", re.IGNORECASE)
+_SGLANG_MASK = "<|MASK|>"
 _UNUSED_NAME = re.compile(r"^[<\[].*(reserved|unused|dummy|extra_id|place.?holder).*[>\]]$", re.IGNORECASE)
 
 
@@ -128,8 +129,10 @@ def _check_taps(ids: tuple[int, ...], target_layers: int) -> None:
             raise ModelError(
                 f"target_layer_ids {ids}: {tap} is no layer; the target has layers 0..{target_layers - 1}"
             )
-    if len(set(ids)) != len(ids):
-        raise ModelError(f"target_layer_ids {ids}: a layer is tapped twice; name each once")
+    if list(ids) != sorted(set(ids)):
+        raise ModelError(
+            f"target_layer_ids {ids}: name each layer once, in ascending order, as servers capture them"
+        )
 
 
 def _check_attention(config: DrafterConfig) -> None:
@@ -209,7 +212,7 @@ def derive(
             text_config, ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon"), 1e-6
         ),
         rope_theta=_rope_theta(text_config),
-        max_position_embeddings=_first(text_config, ("max_position_embeddings", "n_positions"), 131072),
+        max_position_embeddings=_positions(text_config),
         layer_types=(SLIDING,) * sliding + (FULL,) * (options.layers - sliding),
         sliding_window=options.sliding_window if sliding else 0,
         input_embedding_scale=scale,
@@ -259,11 +262,27 @@ def _mlp_width(config: Any) -> int:
     return int(width or 3 * config.hidden_size)
 
 
+def _positions(config: Any) -> int:
+    """As many as a server derives for the target, whose drafter may not have fewer: some rules of rope name
+    a factor of `max_position_embeddings` and no length that it started from.
+    """
+    positions = int(_first(config, ("max_position_embeddings", "n_positions"), 131072))
+    rope = _rope(config)
+    if "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3":
+        return positions
+    return int(positions * float(rope.get("factor") or 1.0))
+
+
 def _rope_theta(config: Any) -> float:
-    rope = getattr(config, "rope_parameters", None) or {}
-    if any(isinstance(value, dict) for value in rope.values()):  # one set for each kind of layer
+    return float(_rope(config).get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The rule of full attention, where each kind of layer has one."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in rope.values()):
         rope = rope.get(FULL) or next(value for value in rope.values() if isinstance(value, dict))
-    return float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+    return rope
 
 
 def logit_rules(config: Any) -> tuple[float, float, float]:
@@ -319,8 +338,9 @@ def choose_mask_token_id(
 ) -> int:
     """A row of the embedding that data never uses, by how sure that is. Raises `ModelError` if none is.
 
-    In order: the tokenizer's mask token or one named so; the first row behind the tokenizer; a
-    reserved or unused token; the last added special token that the chat template does not mention.
+    In order: a token that SGLang takes for the mask whatever the drafter says; the tokenizer's mask token or
+    one named so; the first row behind the tokenizer; a reserved or unused token; the last added special token
+    that the chat template does not mention.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = (
@@ -330,7 +350,7 @@ def choose_mask_token_id(
     def usable(ids: list[int]) -> list[int]:
         return sorted(token for token in ids if token not in special and 0 <= token < embedding_rows)
 
-    named = getattr(tokenizer, "mask_token_id", None)
+    named = vocabulary.get(_SGLANG_MASK, getattr(tokenizer, "mask_token_id", None))
     if named is not None and usable([named]):
         return int(named)
     masks = usable([token for text, token in vocabulary.items() if _MASK_NAME.match(text)])

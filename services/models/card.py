@@ -81,7 +81,19 @@ def _serving(fields: Mapping[str, Any], target: TargetName | None) -> str:
         f"vllm serve {model} --speculative-config "
         f'\'{{"method":"dflash","model":"PATH","num_speculative_tokens":{size - 1}}}\'\n'
         f"python -m sglang.launch_server --model-path {model} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path PATH --speculative-num-draft-tokens {size}\n```"
+        f"--speculative-draft-model-path PATH --speculative-num-draft-tokens {size} "
+        f"--dtype {fields['dtype']}\n```" + (f"\n\n{warning}" if (warning := unserved(fields)) else "")
+    )
+
+
+def unserved(fields: Mapping[str, Any]) -> str:
+    """What a server is known not to read in this config.json; empty for most."""
+    scale = fields["dflash_config"].get("input_embedding_scale", 1.0)
+    if scale == 1.0:
+        return ""
+    return (
+        f"This target scales its embedding rows by {scale:g}. vLLM up to 0.33.0 feeds the drafter unscaled "
+        "rows, without a word and with a low acceptance length; SGLang's Gemma 4 scales in its embedding."
     )
 
 

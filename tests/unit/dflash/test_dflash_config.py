@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     DeepseekV3Config,
     GraniteConfig,
+    LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3_5MoeTextConfig,
     Qwen3Config,
@@ -58,7 +59,14 @@ def test_spread_taps_never_reach_the_last_layer(layers, taps):
 
 @pytest.mark.parametrize(
     ("ids", "rule"),
-    [((1, 6), "last of 7"), ((1, 1), "twice"), ((7,), "no layer"), ((-1,), "no layer"), ((), "at least one")],
+    [
+        ((1, 6), "last of 7"),
+        ((1, 1), "once"),
+        ((3, 1), "ascending"),
+        ((7,), "no layer"),
+        ((-1,), "no layer"),
+        ((), "at least one"),
+    ],
 )
 def test_wrong_taps_are_refused(ids, rule):
     with pytest.raises(ModelError, match=rule):
@@ -163,6 +171,7 @@ def test_rows_outside_the_embedding_are_no_mask():
     [
         (tokenizer(mask_token="<mask>"), 200, 90),
         (tokenizer(added=["<|a|>", "<|MASK|>"]), 200, 91),
+        (tokenizer(added=["<|a|>", "<|MASK|>"], mask_token="<mask>"), 200, 92),  # SGLang refuses others
         (tokenizer(), 97, 90),  # the first row behind the tokenizer
         (
             tokenizer(added=["<|eot|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]),
@@ -186,6 +195,25 @@ def test_a_mask_equal_to_pad_is_passed_over():
 def test_a_vocabulary_without_an_idle_row_is_refused():
     with pytest.raises(ModelError, match="name a row"):
         choose_mask_token_id(tokenizer(), 90)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "default"}, 1000),
+        ({"rope_type": "linear", "factor": 4.0}, 4000),
+        ({"rope_type": "dynamic", "factor": 2.5}, 2500),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 125}, 1000),
+    ],
+)  # fmt: skip
+def test_a_drafter_has_as_many_positions_as_a_server_derives_for_its_target(rope, positions):
+    text = LlamaConfig(
+        num_hidden_layers=8, max_position_embeddings=1000, vocab_size=97,
+        rope_parameters={"rope_theta": 1e4, **rope},
+    )  # fmt: skip
+    assert derive(text, OPTIONS, None).max_position_embeddings == positions
 
 
 def test_heads_must_divide():

@@ -90,12 +90,27 @@ def test_the_card_names_target_data_recipe_acceptance_and_versions(place, tmp_pa
         "| pooled, maths | 2.000 |",
         "| answers are the target's own, up to ties of logits | yes |",
         '"num_speculative_tokens":15',
+        "--speculative-num-draft-tokens 16 --dtype bfloat16",
+        "scales its embedding rows by 5.65685. vLLM",
         f"{found['tensors']} tensors read back",
         "| transformers | 5.",
         "| draftmill | ",
     ):
         assert said in card, said
     load_zlab(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("family", "scaled"), [("gemma3", True), ("qwen3", False)])
+def test_what_a_server_does_not_read_is_told_at_the_export(tmp_path, family, scaled):
+    shape = derive(model_of(FAMILIES[family], tied=True).config, load(None, FLAGS, {}).config.drafter, None)
+    folder = tmp_path / "ckpt-0-7-drafter-1"
+    weights = dict(Drafter(shape, seed=1).state_dict())
+    write_checkpoint(folder, weights=weights, optimizer={}, state={"step": 7}, drafter=shape)
+    said = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out"), "--dtype", "float16"])
+    assert said.exit_code == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("feeds the drafter unscaled rows" in card) == scaled == ("warning: " in said.stderr)
+    assert "--dtype float16" in card
 
 
 def test_the_best_checkpoint_is_described_by_its_runs_ledger_and_its_own_evaluation(place, tmp_path):
