@@ -74,7 +74,7 @@ def measure_decisions(folder: Path, roles: int) -> dict[str, float]:
     ledger = Ledger(folder / "ledger.sqlite", {"options": {}, "dataset": "d", "model": "m"})
     core = Coordinator(
         config, TrainingData(dataset), ledger, ledger.fingerprint, PackSize(10, 1000),
-        target_devices=("",) * roles, drafter_devices=("",) * roles, now_s=0.0,
+        target_devices=("",) * roles, drafter_devices=("",) * roles,
     )  # fmt: skip
     book, cost = OrderBook(core, repeat_s=1.0), Cost()
     targets = {f"target-{n}": Target(f"target-{n}", ledger.fingerprint) for n in range(roles)}

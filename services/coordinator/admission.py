@@ -17,13 +17,14 @@ class Admission:
     """Answers are reasons: "" means yes."""
 
     def __init__(
-        self, members: Members, ledger: Ledger, fingerprint: str, slot_bytes: int, *, until_s: float
+        self, members: Members, ledger: Ledger, fingerprint: str, slot_bytes: int, *, rejoin_s: float
     ) -> None:
         self._members, self._ledger = members, ledger
         self._fingerprint, self._slot_bytes = fingerprint, slot_bytes
         self._buried = ledger.buried()
         self.awaited = {member.name for member in ledger.living()}
-        self._until_s = until_s
+        self._rejoin_s = rejoin_s
+        self._until_s: float | None = None
 
     def is_buried(self, name: str) -> bool:
         return name in self._buried
@@ -52,5 +53,14 @@ class Admission:
         self.awaited.discard(name)
 
     def missing(self, now_s: float) -> list[str]:
-        """Those who were awaited for too long."""
+        """Those who were awaited for too long, from the first call on: planning a long run takes a while, in
+        which nobody could be heard.
+        """
+        if self._until_s is None:
+            self._until_s = now_s + self._rejoin_s
         return sorted(self.awaited) if now_s > self._until_s else []
+
+    def forgive(self, stall_s: float) -> None:
+        """The coordinator itself did not listen for so long."""
+        if self._until_s is not None:
+            self._until_s += stall_s

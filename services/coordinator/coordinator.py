@@ -58,9 +58,9 @@ class Coordinator:
 
     def __init__(
         self, config: Config, data: TrainingData, ledger: Ledger, fingerprint: str, size: PackSize,
-        *, target_devices: tuple[str, ...], drafter_devices: tuple[str, ...], now_s: float,
+        *, target_devices: tuple[str, ...], drafter_devices: tuple[str, ...],
     ) -> None:  # fmt: skip
-        self.config, self.ledger, self.fingerprint, self.size = config, ledger, fingerprint, size
+        self.config, self.ledger = config, ledger
         self.epoch_number = ledger.new_coordinator_epoch()
         self._counter = 0
         self.work = Work(config, data, ledger, size.bytes_per_token, self.new_stamp)
@@ -77,7 +77,7 @@ class Coordinator:
         self.stopping = False
         self.failed_reason = ""
         self.admission = Admission(
-            self.members, ledger, fingerprint, size.slot_bytes, until_s=now_s + config.coordinator.rejoin_s
+            self.members, ledger, fingerprint, size.slot_bytes, rejoin_s=config.coordinator.rejoin_s
         )
         self.troubles = Troubles()
         self._left_unsaved = False
@@ -278,6 +278,12 @@ class Coordinator:
     def _blame(self, batch: BatchId) -> None:
         if reason := self.failures.killed_a_target(batch):
             self._fail(batch, reason, poison=True)
+
+    def forgive(self, stall_s: float) -> None:
+        """Whoever was not heard while this coordinator did not listen is not to blame."""
+        self.members.forgive(stall_s)
+        self.admission.forgive(stall_s)
+        self.troubles.forgive(stall_s)
 
     def stop(self) -> None:
         """Finish the step, record a checkpoint, leave."""

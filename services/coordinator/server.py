@@ -118,7 +118,7 @@ class Server:
         """The clock; a gap between two turns is the coordinator's own stall."""
         now_s = time.monotonic()
         if now_s - self._last_s > STALL_S:
-            self.core.members.forgive(now_s - self._last_s)
+            self.core.forgive(now_s - self._last_s)
         self._last_s = now_s
         return now_s
 
@@ -353,7 +353,7 @@ def main(config: Config) -> ExitCode:
         targets, drafters = devices(config)
         core = Coordinator(
             config, data, ledger, ledger.fingerprint, size,
-            target_devices=targets, drafter_devices=drafters, now_s=time.monotonic(),
+            target_devices=targets, drafter_devices=drafters,
         )  # fmt: skip
         context = new_context()
         with router(context, endpoint, keys=keys, insecure=config.coordinator.insecure) as control:

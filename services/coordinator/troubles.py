@@ -45,6 +45,11 @@ class Troubles:
     def unsaved_for_s(self, now_s: float) -> float:
         return now_s - self._unsaved_from_s if self.unsaved else 0.0
 
+    def forgive(self, stall_s: float) -> None:
+        """The coordinator itself did not listen for so long."""
+        self._unsaved_from_s += stall_s
+        self._cannot_load = {name: (s + stall_s, why) for name, (s, why) in self._cannot_load.items()}
+
     def nobody_loads(self, drafters: Collection[str], now_s: float, *, from_disk: bool) -> str:
         """Why no drafter will have a state, or "". Initial weights are the same at every try."""
         if not drafters or self._cannot_load.keys() != set(drafters):

@@ -305,7 +305,6 @@ class Cluster:
         self.core = Coordinator(
             self.config, self.dataset, self.ledger, self.ledger.fingerprint, PackSize(10, 1000),
             target_devices=devices(self.config)[0], drafter_devices=devices(self.config)[1],
-            now_s=self.now_s,
         )  # fmt: skip
         self.book = OrderBook(self.core, repeat_s=1.0)
 
@@ -375,7 +374,7 @@ class Cluster:
         if not role.alive:
             self.kill(role.name)
         elif not role.welcomed:
-            self.post("coordinator", role.hello(self.core.fingerprint))
+            self.post("coordinator", role.hello(self.core.ledger.fingerprint))
         else:
             role.act(self)
             if role.alive:

@@ -363,7 +363,7 @@ def test_a_suspect_that_a_target_has_queued_among_others_is_not_taken_over_after
         cluster.ledger.count_death(batch)
     cluster.restart_coordinator()
     core = cluster.core
-    assert core.hello(target.hello(core.fingerprint), 0.0) and core.report(target.report(), 0.0)
+    assert core.hello(target.hello(core.ledger.fingerprint), 0.0) and core.report(target.report(), 0.0)
     assert batch not in core.pool.flights and len(core.pool.flights) == len(target.work) - 1
     core.outbox.clear()
     cluster.run()
@@ -395,7 +395,7 @@ def test_a_second_drafter_that_claims_a_rank_is_refused_and_the_first_goes_on(tm
         cluster.turn()
     (first,) = cluster.core.members.drafters.values()
     double = SimDrafter("drafter-double", set())
-    hello = double.hello(cluster.core.fingerprint).model_copy(update={"index": first.index})
+    hello = double.hello(cluster.core.ledger.fingerprint).model_copy(update={"index": first.index})
     assert not cluster.core.hello(hello, cluster.now_s)
     ((name, answer),) = cluster.core.outbox
     assert name == "drafter-double" and "place 0 for a drafter is taken by a living process" in answer.reason

@@ -93,7 +93,7 @@ class Leases(RuleBasedStateMachine):
         self.core = Coordinator(
             self.config, self.data, self.ledger, self.ledger.fingerprint, PackSize(10, 1000),
             target_devices=("cpu",) * TARGETS,
-            drafter_devices=("cpu",) * self.config.drafter.count, now_s=self.now_s,
+            drafter_devices=("cpu",) * self.config.drafter.count,
         )  # fmt: skip
         self.book = OrderBook(self.core, repeat_s=1.0)
 
@@ -119,7 +119,7 @@ class Leases(RuleBasedStateMachine):
         self.settle()
 
     def _hello(self, role: Target | Drafter) -> None:
-        assert self.core.hello(role.hello(self.core.fingerprint), self.now_s)
+        assert self.core.hello(role.hello(self.core.ledger.fingerprint), self.now_s)
         self._say(role)
 
     def _say(self, role: Target | Drafter) -> None:

@@ -80,10 +80,10 @@ class Membership(RuleBasedStateMachine):
         self.ledger = Ledger(Path(self.folder.name) / "ledger.sqlite", IDENTITY)
         self.core = Coordinator(
             self.config, self.data, self.ledger, self.ledger.fingerprint, PackSize(10, 1000),
-            target_devices=("a", "b"), drafter_devices=("c", "d", "e"), now_s=self.now_s,
+            target_devices=("a", "b"), drafter_devices=("c", "d", "e"),
         )  # fmt: skip
         self.book = OrderBook(self.core, repeat_s=1.0)
-        self.reply_by_s = self.now_s + REJOIN_S
+        self.reply_by_s: float | None = None  # counts from the first decision: before it nobody is heard
 
     def living(self, kind: str | None = None) -> dict[str, Process]:
         """Those who hold a place."""
@@ -117,7 +117,7 @@ class Membership(RuleBasedStateMachine):
 
     def _hello(self, name: str, wish: int | None, fits: bool) -> None:
         process = self.everybody[name]
-        fingerprint = self.core.fingerprint if fits else "f" * 64
+        fingerprint = self.core.ledger.fingerprint if fits else "f" * 64
         hello = process.role.hello(fingerprint).model_copy(update={"index": wish})
         was_member = self.core.members.get(name) is not None
         welcome = self.core.hello(hello, self.now_s)
@@ -215,7 +215,9 @@ class Membership(RuleBasedStateMachine):
         self.now_s += seconds
         members = {name for name in self.living() if self.core.members.get(name) is not None}
         if stalled:
-            self.core.members.forgive(seconds)
+            self.core.forgive(seconds)
+            if self.reply_by_s is not None:
+                self.reply_by_s += seconds
             for name in members:
                 self.everybody[name].heard_s += seconds
         late = {name for name in members if self.now_s - self.everybody[name].heard_s > SILENCE_S}
@@ -227,6 +229,8 @@ class Membership(RuleBasedStateMachine):
     @rule()
     def decide(self) -> None:
         self.core.decide(self.now_s)
+        if self.reply_by_s is None:
+            self.reply_by_s = self.now_s + REJOIN_S
         if self.now_s > self.reply_by_s:
             for name in set(self.awaited):
                 self._fence(name)
