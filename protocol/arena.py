@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, Self
 
 from protocol.descriptors import align
 from protocol.errors import ArenaFull, CorruptPack, DecodeError, RetryError, StalePack
-from protocol.files import FILE_MODE, is_alive
+from protocol.files import FILE_MODE, if_dead
 from protocol.messages import BatchId, Stamp
 
 Kind = Literal["shm", "pinned", "cuda_ipc"]
@@ -41,6 +41,7 @@ _FILE = struct.Struct(f"<8sIIQQB128s{HANDLE_BYTES}s")
 _HANDLE_AT = _FILE.size - HANDLE_BYTES
 _COMPUTING_AT = 1024
 _COMPUTING = struct.Struct("<4Q")  # after one byte that says whether it holds
+_MOST_OF_A_LEDGER = 2**63 - 1
 _SLOT_MAGIC = b"PACKHERE"
 _SLOT_INVALID = bytes(len(_SLOT_MAGIC))
 _SLOT = struct.Struct("<16s6QB")  # after the magic
@@ -256,6 +257,8 @@ def read_computing(folder: Path, incarnation: str) -> Computing | None:
     if raw[_COMPUTING_AT] != 1:
         return None
     epoch, index, coordinator_epoch, counter = _COMPUTING.unpack_from(raw, _COMPUTING_AT + 1)
+    if max(epoch, index) > _MOST_OF_A_LEDGER:
+        return None
     return Computing(BatchId(epoch, index), Stamp(coordinator_epoch, counter))
 
 
@@ -269,15 +272,16 @@ def sweep(folder: Path, keep: Collection[str] = ()) -> Swept:
     dead = []
     freed_bytes = 0
     for incarnation in sorted({_owner(name) for name in files} - {None, "control", *keep}, key=str):
-        if is_alive(folder / lock_name(str(incarnation))):
-            continue
-        dead.append(str(incarnation))
-        for suffix in _SUFFIXES:
-            path = files.get(f"{incarnation}{suffix}")
-            if path is not None:
-                with contextlib.suppress(FileNotFoundError):  # another sweep may be quicker
-                    freed_bytes += path.lstat().st_blocks * 512
-                    path.unlink()
+        with if_dead(folder / lock_name(str(incarnation))) as is_dead:
+            if not is_dead:
+                continue
+            dead.append(str(incarnation))
+            for suffix in _SUFFIXES:
+                path = files.get(f"{incarnation}{suffix}")
+                if path is not None:
+                    with contextlib.suppress(FileNotFoundError):  # another sweep may be quicker
+                        freed_bytes += path.lstat().st_blocks * 512
+                        path.unlink()
     return Swept(tuple(dead), freed_bytes)
 
 

@@ -9,21 +9,24 @@ a dead owner look alive). A file that is missing has no owner.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from protocol.errors import AlreadyRunning, ConfigError
+from protocol.errors import AlreadyRunning, ConfigError, RetryError
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 _PROBES_S = 5.0  # a probe takes microseconds, but on a busy machine its thread may rest in the middle of it
 _ATTEMPT_S = 0.001
+_REMOVALS = 5  # of a folder, between making it and making a file in it: a run that ends, another that begins
 
 
 class FileLock:
@@ -93,15 +96,37 @@ def is_alive(path: Path) -> bool:
         os.close(file)
 
 
-def private_folder(path: Path) -> Path:
-    """Make `path` with mode 0700 (parents too) and check that only this user can enter it."""
+@contextlib.contextmanager
+def if_dead(path: Path) -> Iterator[bool]:
+    """Whether nobody owns the lock at `path`; nor will, of this file, while the body of the `with` runs.
+
+    Who tries meanwhile waits, and makes a new file if this one was removed.
+    """
     try:
-        _make_folders(path)
-        found = path.lstat()
-    except OSError as error:
-        raise ConfigError(
-            f"folder {path}: {error.strerror}; choose one this user may make and enter"
-        ) from error
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        yield _lock(file, fcntl.LOCK_SH)
+    finally:
+        os.close(file)
+
+
+def private_lock(folder: Path, name: str) -> FileLock:
+    """Own `name` in a private folder, which is made if it is missing, also if others are just removing it."""
+    for _ in range(_REMOVALS):
+        with contextlib.suppress(FileNotFoundError):
+            return FileLock(private_folder(folder) / name).acquire()
+    raise RetryError(f"{folder}: it is removed again and again; who does that?")
+
+
+def private_folder(path: Path) -> Path:
+    """Make `path` with mode 0700 (parents too) and check that only this user can enter it.
+
+    ConfigError: it is not so, or cannot be made. RetryError: not now, for want of space or memory.
+    """
+    found = _made(path)
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"{path} is no folder (or a symbolic link to one); choose a real one")
     if found.st_uid != os.geteuid():
@@ -113,6 +138,22 @@ def private_folder(path: Path) -> Path:
             f"folder {path} has mode {stat.S_IMODE(found.st_mode):04o}; others may enter it: chmod 700 {path}"
         )
     return path
+
+
+def _made(path: Path) -> os.stat_result:
+    error = OSError()
+    for _ in range(_REMOVALS):
+        try:
+            _make_folders(path)
+            return path.lstat()
+        except FileNotFoundError as missing:  # removed in between, or in a file system that takes none
+            error = missing
+        except OSError as found:
+            error = found
+            break
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        raise RetryError(f"folder {path}: {error.strerror}; free some space") from error
+    raise ConfigError(f"folder {path}: {error.strerror}; choose one this user may make and enter") from error
 
 
 def write_durably(path: Path, data: bytes) -> None:

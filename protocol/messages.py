@@ -25,7 +25,8 @@ MAX_ITEMS = 8192  # of one list in one message, e.g. samples of a batch: the cod
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.\-]+$")]
-Text = Annotated[str, Field(max_length=4096)]
+TEXT_CHARACTERS = 4096
+Text = Annotated[str, Field(max_length=TEXT_CHARACTERS)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Totals = Annotated[dict[Name, float], Field(max_length=64)]
 

@@ -81,8 +81,9 @@ def ask(run_dir: Path, role: str, seconds: float) -> Request:
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "w") as stream:
             stream.write(text)
+        time_ns = aside.stat().st_mtime_ns  # before a role can take it away
         os.link(aside, file)
-        return Request(run_dir, role, float(text), file.stat().st_mtime_ns)
+        return Request(run_dir, role, float(text), time_ns)
     except FileExistsError as error:
         raise AlreadyRunning(f"{file}: a trace of {role} is asked for already; wait for it") from error
     finally:

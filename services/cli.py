@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,18 +63,21 @@ def main() -> None:
         app(words, obj=flags, prog_name="draftmill")
     except DraftmillError as error:
         code = exit_code(error)
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print(f"{type(error).__name__}: {error}", markup=False)
-        console.print(f"exit {code.value} ({code.name.lower().replace('_', ' ')})", style="dim")
+        with suppress(OSError, SystemExit):  # the code tells, even if nobody reads what is printed
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console.print(f"{type(error).__name__}: {error}", markup=False)
+            console.print(f"exit {code.value} ({code.name.lower().replace('_', ' ')})", style="dim")
         leave(code)
     except PermissionError as error:
         rule = f"user {os.geteuid()} may not read or write it"
-        typer.echo(
-            f"{error.filename}: {rule}; in containers: MODELS, DATA, RUNS and USER_ID of .env", err=True
-        )
+        with suppress(OSError):
+            typer.echo(
+                f"{error.filename}: {rule}; in containers: MODELS, DATA, RUNS and USER_ID of .env", err=True
+            )
         leave(ExitCode.CONFIGURATION)
     except Exception:  # noqa: BLE001 - the process ends here, at once: a role that fails frees its lock
-        traceback.print_exc()
+        with suppress(OSError):
+            traceback.print_exc()
         leave(ExitCode.UNEXPECTED)
 
 

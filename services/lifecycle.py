@@ -26,19 +26,21 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import NoReturn
 
 from protocol.errors import AlreadyRunning, DraftmillError, Fenced, PeerGone, RetryError, RunStopped
-from protocol.files import FileLock, private_folder
+from protocol.files import FileLock, private_lock
 from services.config.schema import Config
 
 log = logging.getLogger(__name__)
 
 _STDERR = 2  # the descriptor, which stays open whatever becomes of sys.stderr
+_SHOWING = {"tensorboard", "wandb", "trackio"}
 _NAME_CHARACTERS = 24  # of the run's name in a path that must fit into a socket address (107 bytes)
 
 
@@ -94,7 +96,7 @@ def hold_lock(folder: Path, incarnation: str) -> FileLock:
 
     Free means dead to everybody else. Raises ConfigError when the folder is open to others.
     """
-    return FileLock(private_folder(folder) / f"{incarnation}.lock").acquire()
+    return private_lock(folder, f"{incarnation}.lock")
 
 
 @contextmanager
@@ -131,7 +133,10 @@ def stop_on_signals(wake: Callable[[], None] | None = None) -> threading.Event:
 
 
 def exit_on_thread_failure() -> None:
-    """A thread that dies takes the process with it: a role with half its threads would hang unnoticed."""
+    """A thread that dies takes the process with it: a role with half its threads would hang unnoticed.
+
+    Not one of a library that only shows the run (`log.sinks`): no run depends on that.
+    """
 
     def on_failure(failure: threading.ExceptHookArgs) -> None:
         if failure.exc_type is SystemExit:
@@ -139,7 +144,13 @@ def exit_on_thread_failure() -> None:
         name = failure.thread.name if failure.thread else "unknown"
         error = failure.exc_value or failure.exc_type()
         trace = (failure.exc_type, error, failure.exc_traceback)
+        packages = {
+            str(frame.f_globals.get("__name__")).partition(".")[0]
+            for frame, _line in traceback.walk_tb(failure.exc_traceback)
+        }
         log.critical("thread failed", exc_info=trace, extra={"failed_thread": name})
+        if packages & _SHOWING:
+            return
         leave(exit_code(error) if isinstance(error, DraftmillError) else ExitCode.UNEXPECTED)
 
     threading.excepthook = on_failure
@@ -150,9 +161,9 @@ def leave(code: ExitCode) -> NoReturn:
 
     Also the end of a role that has released everything: taking a process with torch down takes seconds.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+        with suppress(OSError, ValueError):  # a full disk or a closed pipe shall not change the code
+            flush()
     os._exit(code)
 
 
@@ -173,8 +184,9 @@ class Watchdog:
     """Ends the process when nobody calls `beat` for `stuck_s` seconds; dumps the stacks of all threads first.
 
     Waiting for a peer is progress: who waits, beats. A process that was stopped as a whole (SIGSTOP, a
-    suspended machine) starts a new count when it goes on. C code that never gives the GIL back is ended
-    by a timer in C, a little later and with status 1. Costs a wake-up every tenth of `stuck_s`.
+    suspended machine) starts a new count when it goes on, up to 1.3 times `stuck_s`: after that it was fenced
+    long ago, and ends. That is the work of a timer in C, with status 1, which also ends C code that never
+    gives the GIL back. Costs a wake-up every tenth of `stuck_s`.
     """
 
     def __init__(self, stuck_s: float) -> None:

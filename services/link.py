@@ -169,13 +169,13 @@ class Link:
         with self._change:
             self._raise_failure()
             self._inventory, self._dirty = inventory, True
-        os.eventfd_write(self._wake_fd, 1)
+            self._ring()
 
     def publish(self, inbox: str, pack: Pack) -> None:
         """Send a pack into a drafter's inbox; a pack the inbox never takes is leased anew."""
         with self._change:
             self._outgoing.append((inbox, pack, time.monotonic() + PACK_PATIENCE_S))
-        os.eventfd_write(self._wake_fd, 1)
+            self._ring()
 
     def take_packs(self) -> list[Pack]:
         with self._change:
@@ -187,9 +187,14 @@ class Link:
         """Say Bye and stop the thread; at most 1 s is spent on delivering it."""
         with self._change:
             self._bye = reason
-        os.eventfd_write(self._wake_fd, 1)
+            self._ring()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
+
+    def _ring(self) -> None:
+        """Wake the thread, if it still listens. Hold `_change`."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -336,4 +341,6 @@ class Link:
         for peer in self._peers.values():
             peer.close(linger=0)
         self._context.term()
-        os.close(self._wake_fd)
+        with self._change:
+            os.close(self._wake_fd)
+            self._wake_fd = -1

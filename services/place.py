@@ -10,11 +10,12 @@ word. Roles of one run either all name their place (`--index`) or all leave it o
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from protocol.errors import AlreadyRunning
-from protocol.files import FileLock, private_folder
+from protocol.files import FileLock, private_lock
 from services.config.schema import Config
 from services.lifecycle import arena_folder
 
@@ -28,13 +29,10 @@ def places(config: Config, role: Literal["target", "drafter"]) -> int:
 
 def claim_place(config: Config, role: Literal["target", "drafter"]) -> tuple[FileLock, int]:
     """The lock, to be held to the end, and the index. AlreadyRunning: every place has a living owner."""
-    folder, count = private_folder(arena_folder(config)), places(config, role)
+    folder, count = arena_folder(config), places(config, role)
     for index in range(count):
-        lock = FileLock(folder / f"{role}-{index}{SUFFIX}")
-        try:
-            return lock.acquire(), index
-        except AlreadyRunning:
-            continue
+        with suppress(AlreadyRunning):
+            return private_lock(folder, f"{role}-{index}{SUFFIX}"), index
     raise AlreadyRunning(
         f"{role}: each of its {count} places in {folder} has a living process; raise {role}.count, "
         f"or list more devices in {role}.gpus"
@@ -42,6 +40,7 @@ def claim_place(config: Config, role: Literal["target", "drafter"]) -> tuple[Fil
 
 
 def forget_places(folder: Path) -> None:
-    """At the end of a run: the files that killed roles left behind."""
+    """At the end of a run: the files that killed roles left behind, not those of roles that still load."""
     for file in folder.glob(f"*{SUFFIX}"):
-        file.unlink(missing_ok=True)
+        with suppress(AlreadyRunning):
+            FileLock(file).acquire().release(unlink=True)

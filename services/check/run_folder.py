@@ -9,6 +9,7 @@ import json
 import shutil
 import sqlite3
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from services.local.status import read_address
 
 LOCK = "coordinator.lock"
 LEDGER = "ledger.sqlite"
+_COPIES = 3  # that may be torn, or of a ledger that is just being closed
 
 
 def is_running(run_dir: Path) -> bool:
@@ -82,6 +84,13 @@ def _where(run_dir: Path) -> str:
 
 def recorded_identity(ledger: Path) -> dict[str, Any]:
     """Of a run: training options, dataset, model; empty before it begins. Raises sqlite3.DatabaseError."""
+    for _ in range(_COPIES - 1):
+        with suppress(FileNotFoundError, sqlite3.DatabaseError):  # its coordinator starts, writes or ends
+            return _recorded_identity(ledger)
+    return _recorded_identity(ledger)
+
+
+def _recorded_identity(ledger: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as aside:
         for file in ledger.parent.glob(f"{ledger.name}*"):
             if not file.name.endswith("-shm"):
@@ -91,7 +100,8 @@ def recorded_identity(ledger: Path) -> dict[str, Any]:
             (damage,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if damage != "ok":
                 raise sqlite3.DatabaseError(damage)
-            row = database.execute("SELECT value FROM run WHERE key = 'identity'").fetchone()
+            begun = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'run'").fetchone()
+            row = begun and database.execute("SELECT value FROM run WHERE key = 'identity'").fetchone()
         finally:
             database.close()
     return json.loads(row[0]) if row else {}

@@ -78,7 +78,7 @@ def model_fingerprint(folder: Path) -> str:
     fine-tune still differs. Raises ModelError when config.json or all weights are missing.
     """
     files = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").is_file() or not files:
+    if not (folder / "config.json").is_file() or not files or not all(map(Path.is_file, files)):
         raise ModelError(
             f"model folder {folder}: needs config.json and *.safetensors; convert or download it"
         )

@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass
 
 from protocol.messages import (
+    TEXT_CHARACTERS,
     BatchId,
     Bye,
     DrafterHello,
@@ -377,7 +378,7 @@ class Coordinator:
 
     def _give_up(self, reason: str) -> None:
         if not self.failed_reason:
-            self.failed_reason = reason
+            self.failed_reason = reason = reason[:TEXT_CHARACTERS]  # an Exit has room for no more
             self.record.event(f"run stopped: {reason}")
             log.error("run stopped", extra={"reason": reason})
 

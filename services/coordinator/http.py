@@ -11,9 +11,11 @@ fixed port another run may listen where the one that was meant has ended.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +25,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from protocol.errors import AlreadyRunning
+from protocol.errors import AlreadyRunning, ConfigError
 from services.coordinator.metrics import Snapshot, registry
 from services.lifecycle import FOR
 
@@ -49,16 +51,20 @@ class Board:
 
 
 class StatusServer:
-    """Serves a Board until closed. `url` is where. AlreadyRunning: the port is taken."""
+    """Serves a Board until closed. `url` is where.
+
+    AlreadyRunning: the port is taken. ConfigError: the address cannot be used at all.
+    """
 
     def __init__(self, board: Board, host: str, port: int) -> None:
         handler = type("Handler", (_Handler,), {"board": board})
         try:
             self._server = _Connections((host, port), handler)
         except OSError as error:
-            raise AlreadyRunning(
-                f"http address {host}:{port}: {error.strerror}; set coordinator.http_port to a free one, or 0"
-            ) from error
+            where = f"http address {host}:{port}: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                raise AlreadyRunning(f"{where}; set coordinator.http_port to a free one, or 0") from error
+            raise ConfigError(f"{where}; set coordinator.http_host and http_port to what is here") from error
         self.url = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
@@ -77,6 +83,11 @@ class _Connections(ThreadingHTTPServer):
     def __init__(self, *arguments: Any) -> None:
         self._open: dict[Any, None] = {}  # oldest first
         super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        """Without asking a resolver for the host's full name, which nobody reads and which may take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._open) >= CONNECTIONS:

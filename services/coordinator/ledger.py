@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from protocol.errors import LedgerError
 from protocol.messages import BatchId, SkippedSample, StepAt, StepTry
 from services.config.fingerprint import differences, identity_sha256, remedy
-from services.coordinator.disk import no_space
+from services.coordinator.disk import disk_errors
 
 SCHEMA_VERSION = 1
 
@@ -63,20 +63,14 @@ class Ledger:
     def __init__(self, path: Path | str, identity: Mapping[str, Any] | None) -> None:
         """Open or create. `identity` is the run's (services.config.fingerprint); None: what is recorded.
 
-        LedgerError: damaged, of another schema, or of a run with another identity. DiskFull: no space.
+        LedgerError: damaged, of another schema, or of a run with another identity; with None no ledger yet.
+        DiskFull: no space. RetryError: another program holds it. ConfigError: it cannot be opened.
         """
-        try:
+        with disk_errors(Path(path)):
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._open(str(path), identity)
-        except sqlite3.OperationalError as error:
-            raise no_space(error, path) or error from error
-        except sqlite3.DatabaseError as error:
-            raise LedgerError(
-                f"ledger {path}: {error}. It is damaged or no ledger; restore it from a backup, "
-                "or start the run in another run.dir"
-            ) from error
 
     def _open(self, path: str, identity: Mapping[str, Any] | None) -> None:
         (damage,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
@@ -85,6 +79,8 @@ class Ledger:
         run = {"schema": str(SCHEMA_VERSION), "identity": json.dumps(identity, sort_keys=True)}
         if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'run'").fetchone():
             run = dict(self._db.execute("SELECT key, value FROM run").fetchall())
+        elif identity is None:
+            raise LedgerError(f"ledger {path}: no run has begun in it; just start it with the data it needs")
         if run.get("schema") != str(SCHEMA_VERSION):
             raise LedgerError(
                 f"ledger {path}: schema {run.get('schema')}, this version reads {SCHEMA_VERSION}"

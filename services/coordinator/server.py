@@ -36,7 +36,7 @@ from protocol.sockets import Router, new_context, router
 from services.config.schema import Config
 from services.coordinator.checkpoints import refuse_strangers, retire, sweep_unknown
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.disk import disk_full
+from services.coordinator.disk import disk_errors
 from services.coordinator.evaluation import Evaluation
 from services.coordinator.http import Board, StatusServer
 from services.coordinator.ledger import Ledger
@@ -231,12 +231,18 @@ class Server:
 
     def _upload_state(self) -> UploadState | None:
         up = self._uploader
-        return None if up is None else UploadState(up.pending, up.errors)
+        if up is None:
+            return None
+        up.look()
+        return UploadState(up.pending, up.errors)
 
-    def _finish_uploads(self, watchdog: Watchdog) -> None:
-        """The last checkpoint is what a run is for: wait for its copy while there is one to hope for."""
+    def _finish_uploads(self, watchdog: Watchdog) -> bool:
+        """The last checkpoint is what a run is for: wait for its copy while there is one to hope for.
+
+        True if there was something to wait for.
+        """
         if self._uploader is None or self._config.watch.linger:
-            return
+            return False
         self._keep_checkpoints()
         self._uploader.hurry()
         while self._uploader.arriving:
@@ -245,6 +251,7 @@ class Server:
             self._show(self._now())
         if missing := self._uploader.pending:
             log.error("left with checkpoints that were not uploaded", extra={"checkpoints": missing})
+        return True
 
     def _unhealthy(self, now_s: float) -> str:
         """ "" while the run progresses; a run that waits for roles to come is not stuck."""
@@ -281,8 +288,9 @@ class Server:
             self._receive()
             self._probe_locks(now_s)
             self._show(now_s)
-        self._finish_uploads(watchdog)
         self._conclude()
+        if self._finish_uploads(watchdog):
+            self._conclude()
         return code
 
     def _roles_left(self) -> bool:
@@ -340,10 +348,11 @@ def arena_space(folder: Path) -> ArenaSpace:
 
 def main(config: Config) -> ExitCode:
     """Run until finished, stopped or failed. AlreadyRunning, LedgerError and the like end it at start."""
-    config.run.dir.mkdir(parents=True, exist_ok=True)
+    with disk_errors(config.run.dir):
+        config.run.dir.mkdir(parents=True, exist_ok=True)
     data = TrainingData.open(config.data)
     identity, size = identity_and_size(config, data)
-    with disk_full(config.run.dir), FileLock(config.run.dir / "coordinator.lock"):
+    with disk_errors(config.run.dir), FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(config.run.dir / "ledger.sqlite", identity)
         refuse_strangers(ledger, config.run.dir / "checkpoints")
         ledger.name_datasets(data.places)
@@ -390,5 +399,5 @@ def _remove_if_empty(folder: Path) -> None:
     forget_places(folder)
     for left in folder.glob("control*"):
         left.unlink(missing_ok=True)
-    if not any(folder.iterdir()):
+    with suppress(OSError):  # a role is still there, or has just come
         folder.rmdir()

@@ -14,12 +14,14 @@ import importlib
 import importlib.util
 import json
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from protocol.errors import ConfigError
 from protocol.messages import StepAt
@@ -27,6 +29,8 @@ from services.config.schema import Config
 
 log = logging.getLogger(__name__)
 
+LINES = "metrics.jsonl"
+_TAIL_BYTES = 1 << 16
 FLUSH_S = 10.0
 """What a closing run grants its sinks."""
 
@@ -100,7 +104,8 @@ class StepLog:
                 raise ConfigError(
                     f"log.sinks = {name}: the package {name} is missing; pip install draftmill[{name}]"
                 )
-        self._lines = _lines(config.run.dir)
+        self._newest = _newest(config.run.dir / LINES)
+        self._lines = _lines(config.run.dir / LINES)
         self._queue: queue.SimpleQueue[tuple[StepAt, dict[str, float]] | None] = queue.SimpleQueue()
         self._wanted: list[tuple[str, Callable[[Config], Sink]]] = [(n, known[n]) for n in config.log.sinks]
         self._config = config
@@ -109,7 +114,13 @@ class StepLog:
             self._thread.start()
 
     def write(self, at: StepAt, values: Mapping[str, float]) -> None:
-        """At once into the JSONL; the others hear of it when they have time. 20 us."""
+        """At once into the JSONL; the others hear of it when they have time. 20 us.
+
+        Once: drafters tell a coordinator that is new the last few steps again.
+        """
+        if self._newest is not None and at <= self._newest:
+            return
+        self._newest = at
         self._lines.write(json.dumps({"timeline": at.timeline, "step": at.step, **values}) + "\n")
         if self._wanted:
             self._queue.put((at, dict(values)))
@@ -143,5 +154,27 @@ def _open(sinks: dict[str, Sink], name: str, make: Callable[[Config], Sink], con
     sinks[name] = make(config)
 
 
-def _lines(folder: Path) -> Any:
-    return (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+def _newest(file: Path) -> StepAt | None:
+    """Of the last whole line; None: there is none near the end, or no file."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            return StepAt(int(told["timeline"]), int(told["step"]))
+    return None
+
+
+def _lines(file: Path) -> TextIO:
+    """To be appended to, after the whole lines; what a power cut left of a line gets an end."""
+    stream = file.open("a", buffering=1, encoding="utf-8")
+    if stream.tell():
+        with file.open("rb") as last:
+            last.seek(-1, os.SEEK_END)
+            if last.read() != b"\n":
+                stream.write("\n")
+    return stream

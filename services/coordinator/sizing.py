@@ -27,9 +27,12 @@ def text_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"model folder {folder}: has no config.json; model.path must be a local folder"
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ModelError(f"{path}: {error}; it must be the model's JSON configuration") from error
-    return config.get("text_config", config)
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    if not isinstance(text, dict):
+        raise ModelError(f"{path}: describes no model; it must be the model's JSON configuration")
+    return text
 
 
 def identity_and_size(config: Config, data: TrainingData) -> tuple[dict[str, Any], PackSize]:

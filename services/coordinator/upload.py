@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from protocol.errors import ConfigError
@@ -37,18 +38,20 @@ class Uploader:
     """`offer` it the names of recorded checkpoints as often as you like; `busy` is the one being copied."""
 
     def __init__(self, url: str, root: Path) -> None:
-        """ConfigError: no such protocol, or its package is missing."""
+        """ConfigError: no such protocol, or its package is missing. Connects to nothing yet."""
         try:
-            self._system, self._base = fsspec.core.url_to_fs(url)
+            fsspec.get_filesystem_class(protocol_of(url))
         except (ImportError, ValueError) as error:
             raise ConfigError(
                 f"checkpoint.upload = {url}: {error}; for s3:// install the extra `s3`"
             ) from error
-        self._root = root
+        self._url, self._root = url, root
+        self._system: AbstractFileSystem | None = None  # made in the thread: some log in right away
+        self._base = ""
         self._change = threading.Condition()
         self._pending: list[str] = []
         self._done: set[str] = set()
-        self._leaving = self._hurried = False
+        self._leaving = self._hurried = self._still_told = False
         self._enough_errors, self._moved_s = 0, time.monotonic()
         self.busy = ""
         self.errors = 0
@@ -73,13 +76,25 @@ class Uploader:
         """Try again now, and from now on after short pauses: who waits while `arriving` is about to leave."""
         with self._change:
             self._hurried, self._enough_errors = True, self.errors + LAST_TRIES
+            self._moved_s = time.monotonic()  # it may have rested
             self._change.notify_all()
 
     @property
     def arriving(self) -> bool:
         """After `hurry`: whether something is pending that neither fails time and again nor hangs."""
-        still_s = time.monotonic() - self._moved_s
-        return self.pending > 0 and self.errors < self._enough_errors and still_s < LAST_STILL_S
+        return self.pending > 0 and self.errors < self._enough_errors and not self._hangs()
+
+    def look(self) -> None:
+        """Tell once of a copy that hangs: it is no error yet, and nothing is uploaded behind it."""
+        with self._change:
+            if not self.busy or self._still_told or not self._hangs():
+                return
+            self._still_told, name = True, self.busy
+            self.errors += 1
+        log.warning("checkpoint hangs in its upload", extra={"checkpoint": name, "still_s": LAST_STILL_S})
+
+    def _hangs(self) -> bool:
+        return time.monotonic() - self._moved_s >= LAST_STILL_S
 
     def close(self) -> None:
         """Ends after the copy under way has ended or failed; does not wait for it."""
@@ -93,7 +108,8 @@ class Uploader:
             try:
                 self._copy(name)
             except Exception as error:  # noqa: BLE001 - each file system raises its own; tried again later
-                self.errors += 1
+                with self._change:
+                    self.errors += 1
                 log.warning("checkpoint not uploaded", extra={"checkpoint": name, "error": repr(error)})
                 self._finish(name, done=False)
                 if self._pause(pause_s):
@@ -108,6 +124,7 @@ class Uploader:
             while not self._leaving:
                 if self._pending:
                     self.busy, self._moved_s = self._pending.pop(), time.monotonic()
+                    self._still_told = False
                     return self.busy
                 self._change.wait()
         return None
@@ -128,35 +145,43 @@ class Uploader:
             return self._leaving
 
     def _copy(self, name: str) -> None:
-        target = f"{self._base}/{name}"
-        if self._system.exists(f"{target}/{MARK}"):
+        if self._system is None:
+            self._system, self._base = fsspec.core.url_to_fs(self._url)
+        system, target = self._system, f"{self._base}/{name}"
+        if system.exists(f"{target}/{MARK}"):
             return
         files = sorted(file for file in (self._root / name).iterdir() if file.is_file())
         if not files:
             raise FileNotFoundError(f"{self._root / name} is empty")
-        self._system.makedirs(target, exist_ok=True)
+        system.makedirs(target, exist_ok=True)
         for file in files:
             with file.open("rb") as source:
-                self._write(f"{target}/{file.name}", source)
+                self._write(system, f"{target}/{file.name}", source)
         sizes = {file.name: file.stat().st_size for file in files}
-        self._write(f"{target}/{MARK}", io.BytesIO(json.dumps(sizes, indent=1).encode()))
+        self._write(system, f"{target}/{MARK}", io.BytesIO(json.dumps(sizes, indent=1).encode()))
         log.info("checkpoint uploaded", extra={"checkpoint": name, "bytes": sum(sizes.values())})
 
-    def _write(self, path: str, source: BinaryIO) -> None:
+    def _write(self, system: AbstractFileSystem, path: str, source: BinaryIO) -> None:
         """Until all of it is there, the object does not stand under its name.
 
         A transaction of fsspec's local files ends in a copy across file systems: there, rename instead.
         """
-        if isinstance(self._system, LocalFileSystem):
+        if isinstance(system, LocalFileSystem):
             aside = Path(f"{path}.part")
             with aside.open("wb") as sink:
                 self._pour(source, sink)
             aside.rename(path)
             return
-        with self._system.transaction, self._system.open(path, "wb", block_size=CHUNK_BYTES) as sink:
+        with system.transaction, system.open(path, "wb", block_size=CHUNK_BYTES) as sink:
             self._pour(source, sink)
 
     def _pour(self, source: BinaryIO, sink: BinaryIO) -> None:
         while chunk := source.read(CHUNK_BYTES):
             sink.write(chunk)
             self._moved_s = time.monotonic()
+
+
+def protocol_of(url: str) -> str:
+    """The one that fsspec opens a URL by; of a chain (`simplecache::s3://...`) the last."""
+    last = url.rpartition("::")[2]
+    return last.partition("://")[0] if "://" in last else "file"

@@ -120,7 +120,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, NotADirectoryError) as error:
         raise DataError(f"{file}: not readable as JSON ({error}); prepare the dataset again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "shards" not in manifest:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise DataError(f"{file}: format {found!r}, this version reads {FORMAT}; prepare the dataset again")
     return manifest
@@ -133,8 +133,11 @@ def open_shard(path: Path, shard: dict[str, Any]) -> list[Block]:
     if found != shard["bytes"]:
         state = "missing" if found < 0 else f"{found} bytes long"
         raise DataError(f"{file}: {state}, must be {shard['bytes']} bytes; prepare the dataset again")
-    with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
-        return [_block(batch) for batch in stream]
+    try:
+        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            return [_block(batch) for batch in stream]
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise DataError(f"{file}: no shard of ours ({error}); prepare the dataset again") from error
 
 
 def _block(batch: pa.RecordBatch) -> Block:

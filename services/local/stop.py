@@ -43,7 +43,10 @@ def stop(run_dir: Path, tell: Callable[[Status], None], every_s: float = TELL_S)
     asked = read_address(run_dir)
     if not is_alive(run_dir / LOCK):
         raise PeerGone(f"{run_dir}: nobody runs it")
-    request_stop(asked)
+    try:
+        request_stop(asked)
+    except PeerGone:  # the address is of its predecessor: it has not told its own yet
+        asked = _ask_successor(run_dir, asked)
     while (last := _await_end(run_dir, asked, tell, every_s)) is None:
         asked = _ask_successor(run_dir, asked)
     return last

@@ -36,6 +36,20 @@ def test_config_shows_every_option_with_its_value_and_origin(tmp_path):
     assert set(lines) == {option.path for option in OPTIONS}
 
 
+@pytest.mark.parametrize("sink", ["/dev/full", "closed pipe"])
+def test_the_exit_code_does_not_depend_on_who_reads_what_is_printed(sink):
+    """Roles write into the run's folder, whose disk may be full."""
+    if sink == "closed pipe":
+        reader, stderr = os.pipe()
+        os.close(reader)
+    else:
+        stderr = os.open(sink, os.O_WRONLY)
+    command = [sys.executable, "-m", "services.cli", "check", *NEEDED, "--target.slot", "3"]
+    ran = subprocess.run(command, stderr=stderr, check=False)
+    os.close(stderr)
+    assert ran.returncode == ExitCode.CONFIGURATION
+
+
 @pytest.mark.parametrize(
     "command", ["up", "coordinator", "target", "drafter", "evaluator", "check", "plan", "status", "stop"]
 )

@@ -164,6 +164,24 @@ threading.Event().wait(60)
     assert "thread failed" in err
 
 
+def test_a_thread_of_a_dashboards_library_that_fails_does_not():
+    code = """
+import sys, threading, types
+from services.lifecycle import exit_on_thread_failure
+exit_on_thread_failure()
+library = types.ModuleType("tensorboard.writer")
+exec("def fails(): raise OSError(28, 'No space left on device')", vars(library))
+thread = threading.Thread(target=library.fails)
+thread.start()
+thread.join()
+print("the run goes on")
+"""
+    process = python(code)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "the run goes on\n")
+    assert "thread failed" in err
+
+
 def test_the_page_for_operators_has_every_status():
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     for code in ExitCode:

@@ -2,14 +2,15 @@
 
 import errno
 import os
+import sqlite3
 import subprocess
 
 import pytest
 
-from protocol.errors import DiskFull, LedgerError
+from protocol.errors import ConfigError, DiskFull, LedgerError, RetryError
 from protocol.messages import BatchId, StepAt, StepTry
 from services.coordinator.checkpoints import refuse_strangers, retire, sweep_unknown
-from services.coordinator.disk import disk_full
+from services.coordinator.disk import disk_errors
 from services.coordinator.ledger import Ledger
 
 IDENTITY = {"options": {}, "dataset": "d", "model": "m"}
@@ -49,7 +50,7 @@ def test_a_full_disk_loses_no_committed_step_and_says_what_helps(small_disk):
     commit(ledger, 0)
     filler = fill(small_disk)
     done = 1
-    with pytest.raises(DiskFull, match="free some space"), disk_full(path):
+    with pytest.raises(DiskFull, match="free some space"), disk_errors(path):
         for step in range(1, 1000):
             commit(ledger, step)
             done = step + 1
@@ -65,15 +66,71 @@ def test_a_full_disk_loses_no_committed_step_and_says_what_helps(small_disk):
 def test_a_disk_that_is_full_at_the_start_is_no_damaged_ledger(small_disk):
     filler = fill(small_disk)
     path = small_disk / "ledger.sqlite"
-    with pytest.raises(DiskFull, match="nothing that was committed is lost"), disk_full(path):
+    with pytest.raises(DiskFull, match="nothing that was committed is lost"), disk_errors(path):
         Ledger(path, IDENTITY).new_coordinator_epoch()
     filler.unlink()
     assert Ledger(path, IDENTITY).new_coordinator_epoch() == 1
 
 
-def test_other_failures_of_files_pass_through(tmp_path):
-    with pytest.raises(PermissionError), disk_full(tmp_path):
-        raise PermissionError(errno.EACCES, "no")
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EFBIG, DiskFull), (errno.EIO, RetryError),
+        (errno.EMFILE, RetryError), (errno.EROFS, ConfigError), (errno.EISDIR, ConfigError),
+        (errno.EACCES, PermissionError), (errno.ENOENT, FileNotFoundError),
+    ],
+)  # fmt: skip
+def test_what_a_disk_refuses_is_told_by_what_helps_and_the_rest_passes_through(tmp_path, code, told):
+    with pytest.raises(told) as found, disk_errors(tmp_path):
+        raise OSError(code, "no", "a-file")
+    assert type(found.value) is told and "a-file" in str(found.value)
+
+
+def test_a_run_folder_that_is_a_file_is_a_wrong_option(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="run: File exists"), disk_errors(tmp_path / "run"):
+        (tmp_path / "run").mkdir(parents=True, exist_ok=True)
+
+
+def test_a_ledger_that_another_program_holds_may_be_opened_later(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path, IDENTITY).close()
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *words, **more: connect(*words, **more, timeout=0.05))
+    holder = connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(RetryError, match="another program holds it"):
+        Ledger(path, IDENTITY)
+    holder.execute("ROLLBACK")
+    holder.close()
+    Ledger(path, IDENTITY).close()
+
+
+def test_a_ledger_that_cannot_be_opened_is_a_wrong_option(tmp_path):
+    (tmp_path / "ledger.sqlite").mkdir()
+    with pytest.raises(ConfigError, match=r"ledger\.sqlite: unable to open"):
+        Ledger(tmp_path / "ledger.sqlite", IDENTITY)
+
+
+def test_damage_that_is_met_later_is_damage_too(tmp_path):
+    error = sqlite3.DatabaseError("malformed")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    with pytest.raises(LedgerError, match="restore it from a backup"), disk_errors(tmp_path):
+        raise error
+    with pytest.raises(sqlite3.IntegrityError), disk_errors(tmp_path):
+        raise sqlite3.IntegrityError("a constraint: our own fault")
+
+
+def test_a_ledger_in_which_no_run_has_begun_takes_no_identity_from_whoever_only_reads(tmp_path):
+    """`extend` opens it so; a coordinator that died at once had left it empty."""
+    path = tmp_path / "ledger.sqlite"
+    path.touch()
+    with pytest.raises(LedgerError, match="no run has begun"):
+        Ledger(path, None)
+    ledger = Ledger(path, IDENTITY)
+    assert ledger.identity == IDENTITY
+    ledger.close()
+    assert Ledger(path, None).identity == IDENTITY
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])

@@ -69,6 +69,13 @@ def test_a_killed_process_gives_its_place_back(config):
     assert claim_place(config, "target")[1] == 0
 
 
+def test_a_role_that_still_loads_keeps_its_place_when_the_coordinator_leaves(config):
+    lock, _ = claim_place(config, "target")
+    forget_places(arena_folder(config))
+    assert claim_place(config, "target")[1] == 1
+    assert lock.held
+
+
 def test_nothing_is_left_of_places_at_the_end(config):
     claim_place(config, "target")[0].release()
     forget_places(arena_folder(config))

@@ -44,6 +44,33 @@ def test_every_step_is_a_line_of_json_at_once(tmp_path):
     log.close()
 
 
+def test_a_step_that_is_told_again_after_a_restart_is_no_second_line(tmp_path):
+    log = StepLog(config(tmp_path))
+    for step in (3, 4):
+        log.write(StepAt(0, step), {"loss": 2.5})
+    log.close()
+    again = StepLog(config(tmp_path))
+    for at in (StepAt(0, 3), StepAt(0, 4), StepAt(0, 5), StepAt(1, 4)):  # the last after a roll-back
+        again.write(at, {"loss": 2.0})
+    again.close()
+    assert told(tmp_path) == [(0, 3), (0, 4), (0, 5), (1, 4)]
+
+
+def test_half_a_line_that_a_power_cut_left_spoils_no_other(tmp_path):
+    whole = '{"timeline": 0, "step": 3, "loss": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(whole + '{"timeline": 0, "st')
+    log = StepLog(config(tmp_path))
+    log.write(StepAt(0, 4), {"loss": 2.0})
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (lines[0], lines[2])] == [3, 4] and len(lines) == 3
+
+
+def told(folder) -> list[tuple[int, int]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["timeline"], line["step"]) for line in lines]
+
+
 def test_a_sink_that_fails_is_dropped_and_the_others_hear_everything(tmp_path):
     made = []
 

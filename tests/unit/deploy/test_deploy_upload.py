@@ -12,10 +12,11 @@ import time
 import urllib.request
 from collections.abc import Callable
 
+import fsspec
 import pytest
 
 from protocol.errors import ConfigError
-from services.coordinator.upload import MARK, Uploader
+from services.coordinator.upload import LAST_STILL_S, MARK, Uploader, protocol_of
 
 
 def checkpoint(root, name: str, size: int = 1000) -> None:
@@ -129,10 +130,16 @@ def test_who_leaves_waits_for_what_moves_but_not_for_what_hangs_or_fails_on(tmp_
     uploader = Uploader(str(there), root)
     uploader.offer(["ckpt-0-4-d"])
     assert reached.wait(30)
-    uploader.hurry()
+    uploader._moved_s -= LAST_STILL_S
+    uploader.hurry()  # what rested before is not held against it
     assert uploader.arriving
-    monkeypatch.setattr("services.coordinator.upload.LAST_STILL_S", 0.0)
+    uploader.look()
+    assert uploader.errors == 0
+    uploader._moved_s -= LAST_STILL_S
     assert not uploader.arriving and uploader.pending
+    uploader.look()
+    uploader.look()
+    assert uploader.errors == 1
     monkeypatch.undo()
     go_on.set()
     until(lambda: not uploader.pending, uploader)
@@ -154,9 +161,33 @@ def test_who_leaves_does_not_wait_after_three_more_failures(tmp_path):
     uploader.close()
 
 
+def test_a_service_is_met_in_the_thread_and_again_if_it_is_not_there(tmp_path, monkeypatch):
+    """Some log in as soon as they are made: that may take long, or fail for now."""
+    root, there = tmp_path / "checkpoints", tmp_path / "there"
+    checkpoint(root, "ckpt-0-4-d")
+    connect, threads = fsspec.core.url_to_fs, []
+
+    def refuse_once(url):
+        threads.append(threading.current_thread().name)
+        if len(threads) == 1:
+            raise TypeError("no connection")
+        return connect(url)
+
+    monkeypatch.setattr("services.coordinator.upload.fsspec.core.url_to_fs", refuse_once)
+    uploader = Uploader(str(there), root)
+    assert threads == []
+    settle(uploader, ["ckpt-0-4-d"])
+    assert threads == ["upload", "upload"] and uploader.errors == 1
+    assert (there / "ckpt-0-4-d" / MARK).exists()
+    uploader.close()
+
+
 def test_an_unknown_protocol_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.upload = nowhere://x"):
         Uploader("nowhere://x", tmp_path)
+    assert [protocol_of(url) for url in ("/a/b", "s3://b/c", "simplecache::memory://x")] == [
+        "file", "s3", "memory",
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -69,6 +69,25 @@ def test_a_run_that_is_over_stops_no_other_that_listens_on_its_port(tmp_path):
     other.leave()
 
 
+def test_a_coordinator_that_has_not_told_its_address_yet_is_asked_when_it_has(tmp_path):
+    """It holds the lock and plans; what lies there is the address of its dead predecessor."""
+    Coordinator(tmp_path, "coordinator-1").leave(result=False)
+    planning = FileLock(tmp_path / "coordinator.lock").acquire()
+    second: list[Coordinator] = []
+
+    def get_ready() -> None:
+        planning.release()
+        second.append(Coordinator(tmp_path, "coordinator-2"))
+        assert second[0].asked.wait(10)
+        second[0].leave()
+
+    starting = threading.Timer(0.5, get_ready)
+    starting.start()
+    last = stop(tmp_path, nobody_is_told, every_s=0.01)
+    starting.join()
+    assert second[0].asked.is_set() and last.state == "stopped"
+
+
 def test_who_takes_over_from_a_coordinator_that_died_while_it_stopped_is_asked_too(tmp_path):
     (tmp_path / "result.json").write_text('{"state": "stopped", "step": 1}')  # of an earlier stop
     first = Coordinator(tmp_path, "coordinator-1")

@@ -1,18 +1,28 @@
 """Locks of real processes, really killed; folders and writes on a real disk."""
 
+import contextlib
 import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from protocol.errors import AlreadyRunning, ConfigError
-from protocol.files import FileLock, is_alive, private_folder, publish_folder, write_durably
+from protocol.errors import AlreadyRunning, ConfigError, RetryError
+from protocol.files import (
+    FileLock,
+    if_dead,
+    is_alive,
+    private_folder,
+    private_lock,
+    publish_folder,
+    write_durably,
+)
 
 HOLDER = """
 import sys
@@ -91,6 +101,41 @@ def test_an_owner_waits_for_a_probe_that_rests_in_the_middle(tmp_path: Path) -> 
             owner.result(0.2)
         os.close(probe)
         owner.result(4.0).release()
+
+
+def test_who_comes_while_the_dead_are_removed_gets_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    FileLock(path).acquire().release()
+    with ThreadPoolExecutor(1) as pool:
+        with if_dead(path) as dead:
+            assert dead
+            newcomer = pool.submit(FileLock(path).acquire)
+            time.sleep(0.05)
+            assert not newcomer.done()
+            path.unlink()
+        assert newcomer.result(10).held and is_alive(path)
+    with if_dead(path) as dead:
+        assert not dead
+    with if_dead(tmp_path / "never.lock") as dead:
+        assert dead
+
+
+def test_a_lock_is_taken_in_a_folder_that_others_remove(tmp_path: Path) -> None:
+    folder, over = tmp_path / "private", threading.Event()
+
+    def remove() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(remove)
+        try:
+            for number in range(300):
+                with contextlib.suppress(RetryError):  # five times in a row
+                    private_lock(folder, f"{number}.lock").release(unlink=True)
+        finally:
+            over.set()
 
 
 def test_an_unlinked_lock_is_not_mistaken_for_the_new_one(tmp_path: Path) -> None:
