@@ -58,7 +58,7 @@ class FakeTarget(threading.Thread):
         self.name_, self.pause_s = "target-benchmark", pause_s
         hello = TargetHello(
             incarnation=self.name_, seq=0, protocol=PROTOCOL_VERSION, fingerprint=fingerprint, host="here",
-            index=0, arena="none.arena", kind="shm", slots=16, slot_bytes=slot_bytes,
+            index=0, arena="none.arena", slots=16, slot_bytes=slot_bytes,
         )  # fmt: skip
         self.link = Link(control_endpoint(run.config), hello).start()
         self.board = Board(self.name_, 16)

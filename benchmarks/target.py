@@ -103,7 +103,7 @@ class Script:
             self._peer, *frames = self._control.socket.recv_multipart()
             message = decode(frames)
             if isinstance(message, TargetHello):
-                self._say(Welcome(incarnation=NAME, coordinator_epoch=1, index=0, device=""))
+                self._say(Welcome(incarnation=NAME, index=0))
                 self._order()
             elif isinstance(message, TargetReport):
                 self._follow(message)

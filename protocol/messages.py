@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_ITEMS = 8192  # of one list in one message, e.g. samples of a batch: the codec reads no longer one
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -127,7 +127,6 @@ class Hello(Message):
 class TargetHello(Hello):
     role: ClassVar[str] = "target"
     arena: Name
-    kind: Literal["shm", "pinned", "cuda_ipc"]
     slots: Count
     slot_bytes: Count
 
@@ -155,7 +154,7 @@ class SlotReport(Frozen):
     payload_bytes: Count
     skipped: Annotated[tuple[SkippedSample, ...], Field(max_length=MAX_ITEMS)]
     reason: Text  # "" unless failed
-    published: Stamp | None  # the last lease this pack was announced under
+    published: Stamp | None  # the last lease it was announced under, for who looks
 
 
 class Report(Message):
@@ -209,8 +208,10 @@ class DrafterReport(Report):
     complete: StepAt | None  # None: no usable weights yet
     generation: Count | None  # process group it stands in; None: none
     held: tuple[Stamp, ...]
-    training: StepTry | None
-    trained: Count  # packs of `training` done, of which progress is judged
+    training: (
+        StepTry | None
+    )  # this and `trained`, packs of it done, tell who looks; nothing is decided by them
+    trained: Count
     vote: Vote | None
     saved: tuple[Saved, ...]
     metrics: tuple[StepMetrics, ...]  # of the last steps, newest last
@@ -233,12 +234,10 @@ class Who(Message):
 
 
 class Welcome(Message):
-    """The incarnation is a member; `index` is its place, `device` the place's device."""
+    """The incarnation is a member; `index` is its place, and with it its device."""
 
     incarnation: Name
-    coordinator_epoch: Count
     index: Count
-    device: Text  # "" : the role's own default
 
 
 class Exit(Message):
@@ -303,7 +302,6 @@ class Train(Frozen):
     """This rank's share of a step try. An empty share still joins the reduction."""
 
     step_try: StepTry
-    epoch: Count
     packs: tuple[TrainPack, ...]
 
 

@@ -6,7 +6,7 @@
 - IMMEDIATE: a DEALER queues only for a peer that is there, so a restart does not replay old words.
 - Finite queues and frames of at most 4 MiB: a peer that does not read, or writes too much, is bounded.
 - ZMTP heartbeats of 1 s, 3 s to be missed: a peer that vanished without a FIN is noticed.
-- LINGER 0: closing never waits, but for the last word (`close(linger_ms=1000)`).
+- LINGER 0: closing never waits, but for a role's last word (`Link.close`).
 - A second bind of a live ipc:// path silently steals it, so an flock on `<path>.lock` comes first.
 - tcp:// speaks CURVE with an allow-list of client keys, or is refused.
 Measured on two cores: 45 us a round trip, 140,000 messages a second.
@@ -51,9 +51,9 @@ class Router:
         self._lock = lock
         self._authenticator = authenticator
 
-    def close(self, linger_ms: int = 0) -> None:
+    def close(self) -> None:
         """Close the socket, then let the next owner bind. libzmq leaves a named ipc:// path behind."""
-        self.socket.close(linger_ms)
+        self.socket.close(0)
         if self._authenticator is not None:
             self._authenticator.stop()
         if self._lock is not None and self._lock.held:

@@ -35,7 +35,6 @@ from protocol.messages import (
     Exit,
     Message,
     Pack,
-    Stamp,
     TargetHello,
     TargetOrders,
     TargetReport,
@@ -48,7 +47,6 @@ from services.lifecycle import control_endpoint
 
 log = logging.getLogger(__name__)
 
-START = Stamp(0, 0)  # older than every stamp a coordinator makes
 INBOXES_KEPT = 32  # sockets to inboxes; drafters restart under new ones
 PACK_PATIENCE_S = 5.0  # a pack that its inbox does not take for this long is forgotten; it is leased anew
 

@@ -44,7 +44,7 @@ class Target(Role):
         return TargetHello(
             incarnation=self.name, seq=self.next_seq(), protocol=PROTOCOL_VERSION,
             fingerprint=self.fingerprint, host="h", index=int(self.name.rpartition("-")[2]),
-            arena=f"{self.name}.arena", kind="shm", slots=6,
+            arena=f"{self.name}.arena", slots=6,
             slot_bytes=10**6,
         )  # fmt: skip
 

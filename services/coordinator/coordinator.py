@@ -159,10 +159,7 @@ class Coordinator:
         elif hello.seq <= member.seq:
             return False
         member.seq, member.heard_s = hello.seq, now_s
-        welcome = Welcome(
-            incarnation=name, coordinator_epoch=self.epoch_number, index=member.index, device=member.device
-        )
-        self.outbox.append((name, welcome))
+        self.outbox.append((name, Welcome(incarnation=name, index=member.index)))
         return True
 
     def _turned_away(self, name: str) -> bool:

@@ -36,7 +36,6 @@ class Member:
     index: int
     device: str
     heard_s: float
-    joined_s: float
     seq: int
     history: deque[tuple[float, Totals]] = field(default_factory=deque)  # (seconds, totals), newest last
 
@@ -165,7 +164,7 @@ class Members:
         assert index is not None, "admit() without refusal()"
         device = self._devices[hello.role][index]
         self.changed()
-        common = (hello.incarnation, hello.role, index, device, now_s, now_s, hello.seq)
+        common = (hello.incarnation, hello.role, index, device, now_s, hello.seq)
         if isinstance(hello, TargetHello):
             target = TargetMember(*common, hello=hello)
             self.targets[hello.incarnation] = target

@@ -154,7 +154,7 @@ def _train(coordinator: Coordinator, name: str) -> Train | None:
         packs.append(
             TrainPack(position=position, batch=batch, attempt=flight.attempt if flight and leased else None)
         )
-    return Train(step_try=current.step_try, epoch=current.epoch, packs=tuple(packs))
+    return Train(step_try=current.step_try, packs=tuple(packs))
 
 
 def _adopt(coordinator: Coordinator, drafter: DrafterMember, peer: str | None) -> Adopt | None:

@@ -74,7 +74,6 @@ class Checkpoint(Part):
 class Evaluation(Part):
     """The newest figures of an evaluator."""
 
-    timeline: int = 0
     step: int = 0
     acceptance_length: float | None = None
     held_out_loss: float | None = None
@@ -100,7 +99,6 @@ class Status(Part):
     in_flight_packs: int = 0
     in_flight_cap_packs: int = 0
     in_flight_bytes: int = 0
-    in_flight_cap_bytes: int = 0
     target_tokens_per_s: float = 0.0
     drafter_tokens_per_s: float = 0.0
     loss: float | None = None

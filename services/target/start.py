@@ -142,7 +142,6 @@ def hello(writer: SlotWriter, incarnation: str, index: int | None, of_run: str) 
         host=re.sub(r"[^A-Za-z0-9_.\-]", "_", socket.gethostname()) or "host",
         index=index,
         arena=writer.arena_name,
-        kind=writer.kind,
         slots=writer.slots,
         slot_bytes=writer.slot_bytes,
     )

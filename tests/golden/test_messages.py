@@ -37,7 +37,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.TargetHello(
         incarnation="target-3f9c", seq=0, protocol=m.PROTOCOL_VERSION, fingerprint=SHA, host="gpu-1",
-        index=None, arena="target-3f9c.arena", kind="pinned", slots=6, slot_bytes=2**27,
+        index=None, arena="target-3f9c.arena", slots=6, slot_bytes=2**27,
     ),
     m.DrafterHello(
         incarnation="drafter-11aa", seq=0, protocol=m.PROTOCOL_VERSION, fingerprint=SHA, host="gpu-1",
@@ -66,7 +66,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Bye(incarnation="drafter-11aa", seq=19, reason="SIGTERM"),
     m.Who(),
-    m.Welcome(incarnation="target-3f9c", coordinator_epoch=2, index=0, device="cuda:0"),
+    m.Welcome(incarnation="target-3f9c", index=0),
     m.Exit(incarnation="target-3f9c", finished=True, reason="the run is finished"),
     m.TargetOrders(
         incarnation="target-3f9c", stamp=m.Stamp(2, 5),
@@ -83,7 +83,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         group=m.Group(generation=3, members=(m.Member(rank=0, incarnation="drafter-11aa"),), store="h:29500"),
         adopt=m.Adopt(at=AT, source="checkpoint", name="0-12-drafter-11aa", sha256=SHA), committed=TRY,
         train=m.Train(
-            step_try=TRY, epoch=0,
+            step_try=TRY,
             packs=(
                 m.TrainPack(position=0, batch=BATCH, attempt=ATTEMPT),
                 m.TrainPack(position=1, batch=m.BatchId(0, 8), attempt=None),

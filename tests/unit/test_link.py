@@ -38,7 +38,7 @@ def receive(control: Router) -> tuple[bytes, object]:
 def serve(control: Router, link: Link) -> None:
     """Be a coordinator until the first report."""
     sender, _ = receive(control)
-    welcome = Welcome(incarnation=NAME, coordinator_epoch=1, index=0, device="")
+    welcome = Welcome(incarnation=NAME, index=0)
     control.socket.send_multipart([sender, *encode(welcome)])
     link.report(**LEVEL)
     while not isinstance(receive(control)[1], DrafterReport):

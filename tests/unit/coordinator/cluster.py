@@ -73,7 +73,7 @@ class SimTarget(Role):
     def hello(self, fingerprint: str) -> TargetHello:
         return TargetHello(
             incarnation=self.name, seq=self.next_seq(), protocol=PROTOCOL_VERSION, fingerprint=fingerprint,
-            host="h", index=None, arena=f"{self.name}.arena", kind="shm", slots=self.slots, slot_bytes=10**6,
+            host="h", index=None, arena=f"{self.name}.arena", slots=self.slots, slot_bytes=10**6,
         )  # fmt: skip
 
     def act(self, cluster: Cluster) -> None:

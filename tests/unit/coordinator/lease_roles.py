@@ -37,7 +37,7 @@ class Target:
         self.seq += 1
         return TargetHello(
             incarnation=self.name, seq=self.seq, protocol=PROTOCOL_VERSION, fingerprint=fingerprint,
-            host="h", index=None, arena=f"{self.name}.arena", kind="shm", slots=self.slots, slot_bytes=10**6,
+            host="h", index=None, arena=f"{self.name}.arena", slots=self.slots, slot_bytes=10**6,
         )  # fmt: skip
 
     @property

@@ -76,7 +76,7 @@ def member(index: int) -> TargetMember:
     name = f"target-{index}"
     hello = TargetHello(
         incarnation=name, seq=0, protocol=PROTOCOL_VERSION, fingerprint="0" * 64, host="h", index=None,
-        arena=f"{name}.arena", kind="shm", slots=8, slot_bytes=1,
+        arena=f"{name}.arena", slots=8, slot_bytes=1,
     )  # fmt: skip
     return TargetMember(name, "target", index, "cpu", 0.0, 0.0, 0, hello=hello)
 

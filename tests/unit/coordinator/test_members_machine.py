@@ -133,7 +133,8 @@ class Membership(RuleBasedStateMachine):
             assert welcome and isinstance(answer, Welcome)
             assert process.place in (None, answer.index), "a living process was given another place"
             assert was_member or answer.index == min(wanted), "not the lowest vacant place"
-            assert answer.device == ("ab" if process.kind == "target" else "cde")[answer.index]
+            device = self.core.members.get(name).device
+            assert device == ("ab" if process.kind == "target" else "cde")[answer.index]
             process.place, process.heard_s = answer.index, self.now_s
         else:
             assert not welcome and isinstance(answer, Exit) and not answer.finished

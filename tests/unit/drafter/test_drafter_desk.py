@@ -180,7 +180,7 @@ class LossyRun(RuleBasedStateMachine):
                 adopt = Adopt(at=self.here, source="seed", name="", sha256="")
             elif saved and not (self.report["vote"] and self.report["vote"].step_try == self.last_try):
                 adopt = Adopt(at=self.here, source="checkpoint", name=saved[0].name, sha256="")
-        train = Train(step_try=self.current, epoch=0, packs=tuple(self.share)) if self.current else None
+        train = Train(step_try=self.current, packs=tuple(self.share)) if self.current else None
         member = Member(rank=0, incarnation=ME)
         self.orders_sent.append(
             DrafterOrders(
@@ -373,7 +373,7 @@ def orders_of(counter: int, **changes) -> DrafterOrders:
 
 def train_of(*attempts: int, step_try: StepTry = TRY) -> Train:
     packs = [TrainPack(position=p, batch=BatchId(0, p), attempt=Stamp(1, a)) for p, a in enumerate(attempts)]
-    return Train(step_try=step_try, epoch=0, packs=tuple(packs))
+    return Train(step_try=step_try, packs=tuple(packs))
 
 
 def failures(desk: Desk) -> list[str]:

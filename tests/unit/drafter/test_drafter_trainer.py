@@ -91,7 +91,7 @@ class Station:
             self.routes[name] = route
             if isinstance(message, DrafterHello):
                 self.hellos[name] = message
-                self.send(name, Welcome(incarnation=name, coordinator_epoch=1, index=0, device=""))
+                self.send(name, Welcome(incarnation=name, index=0))
             elif isinstance(message, DrafterReport):
                 self.reports[name] = message
             elif isinstance(message, Bye):
@@ -133,7 +133,7 @@ class Station:
     ) -> None:
         listed = [TrainPack(position=p, batch=b, attempt=a) for p, (b, a) in sorted(packs.items())]
         held = tuple(attempt for _, attempt in packs.values() if attempt)
-        train = Train(step_try=step_try, epoch=0, packs=tuple(listed))
+        train = Train(step_try=step_try, packs=tuple(listed))
         self.order(name, train=train, held=held, **more)
 
 

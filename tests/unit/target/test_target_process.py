@@ -60,7 +60,7 @@ def order(control: Router, *assignments: Assignment) -> None:
         peer, message = receive(control)
         if isinstance(message, TargetHello):
             break
-    welcome = Welcome(incarnation=NAME, coordinator_epoch=1, index=0, device="")
+    welcome = Welcome(incarnation=NAME, index=0)
     for say in (welcome, TargetOrders(incarnation=NAME, stamp=Stamp(1, 1), assignments=assignments)):
         control.socket.send_multipart([peer, *encode(say)])
 

@@ -70,7 +70,7 @@ class Script:
         message = decode(frames)
         self.seen.append(message)
         if isinstance(message, TargetHello):
-            self.say(Welcome(incarnation=NAME, coordinator_epoch=1, index=0, device=""))
+            self.say(Welcome(incarnation=NAME, index=0))
         return message
 
     def say(self, message: Message) -> None:
