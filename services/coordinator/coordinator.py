@@ -24,7 +24,6 @@ from protocol.messages import (
     Message,
     Stamp,
     StepAt,
-    StepTry,
     TargetHello,
     TargetReport,
     Welcome,
@@ -38,6 +37,7 @@ from services.coordinator.members import DrafterMember, Members, TargetMember
 from services.coordinator.record import Record
 from services.coordinator.saves import Saves
 from services.coordinator.steps import Try
+from services.coordinator.tries import Tries
 from services.coordinator.troubles import Troubles
 from services.coordinator.work import Work
 from services.coordinator.world import World
@@ -72,7 +72,7 @@ class Coordinator:
         )
         self.record = Record(self.schedule.samples_total)
         self.failures = Failures(ledger, self.work, self.record, config.run.max_failed_ratio)
-        self.current: Try | None = None
+        self.tries = Tries(ledger, self.work, self.record, self.failures)
         self.saves = Saves(ledger, config.checkpoint.every_steps)
         self.outbox: list[tuple[str, Message]] = []
         self.stopping = False
@@ -97,6 +97,11 @@ class Coordinator:
     @property
     def here(self) -> StepAt:
         return StepAt(self.ledger.timeline, self.step)
+
+    @property
+    def current(self) -> Try | None:
+        """The try at that step, None between two."""
+        return self.tries.current
 
     @property
     def finished(self) -> bool:
@@ -226,8 +231,7 @@ class Coordinator:
         self.pool.touched.add(name)
         self.world.heard(name, report)
         self.pool.drafter_reported(name, report.held)
-        if self.current is not None:
-            self.current.vote(name, report.vote)
+        self.tries.vote(name, report.vote)
         for saved in report.saved:
             if self.saves.saved(saved, self.here):
                 self.troubles.saved()
@@ -268,8 +272,7 @@ class Coordinator:
             self.pool.target_died(name)
             return
         self.world.forget(name)
-        if self.current is not None and name in self.current:
-            self._abort(f"drafter {name} {reason}")
+        self.tries.abort_without(name, f"drafter {name} {reason}")
         self.saves.given_up(name)
         self.pool.drafter_died(name)
 
@@ -294,8 +297,10 @@ class Coordinator:
         self._end_recovery(now_s)
         if self.recovering or self.done:
             return
-        self._judge(now_s)
-        self._leave_a_lost_try()
+        self.tries.judge(now_s)
+        self._check_failures()
+        if self.stopping:
+            self.tries.abort_if_a_pack_is_lost()
         self._leave_unsaved(now_s)
         from_disk = self.ledger.last_checkpoint() is not None
         if reason := self.troubles.nobody_loads(self.members.drafters.keys(), now_s, from_disk=from_disk):
@@ -314,30 +319,6 @@ class Coordinator:
         for name in self.admission.missing(now_s):
             self.lost(name, "did not return after the coordinator's restart", now_s)
 
-    def _judge(self, now_s: float) -> None:
-        """Commit, fail packs or abort, once every rank of the current try has voted."""
-        current = self.current
-        if current is None or not current.decided:
-            return
-        bad = current.bad_batches()
-        flights = self.pool.flights
-        attempts = {b: flights[b].attempt for _, b in current.composition if b in flights}
-        if bad:
-            self.current = None
-            for batch in bad:
-                self._fail(batch, "non-finite loss or gradient", poison=False)
-        elif not current.trained_as_leased(attempts):
-            self._abort("a rank trained an attempt that is not leased to it")
-        else:
-            self._commit(current, now_s)
-
-    def _leave_a_lost_try(self) -> None:
-        """A stop waits for packs that are on their way; nobody computes again what was lost meanwhile."""
-        if not self.stopping or self.current is None:
-            return
-        if any(batch not in self.pool.flights for _, batch in self.current.composition):
-            self._abort("the run stops, and a pack of this step is not there")
-
     def _leave_unsaved(self, now_s: float) -> None:
         """A stop does not wait for a full disk until it is killed: what is not saved is trained again."""
         if self.current is not None or self.saves.recorded(self.step):
@@ -346,27 +327,8 @@ class Coordinator:
             self._left_unsaved = True
             self.record.event(f"stopped without a checkpoint of step {self.step}: {self.troubles.unsaved}")
 
-    def _commit(self, current: Try, now_s: float) -> None:
-        flights = [self.pool.flights[batch] for _, batch in current.composition]
-        self.ledger.commit_step(
-            current.step_try,
-            current.epoch,
-            [(f.batch, len(f.samples)) for f in flights],
-            [(f.batch, skip) for f in flights for skip in f.skipped],
-        )
-        for flight in flights:
-            self.work.settle(flight.batch, "committed")
-        self.record.committed(now_s, tokens=sum(f.tokens for f in flights))
-        self.current = None
-        self.work.composer.forget(self.step)
-        self._check_failures()
-
     def _fail(self, batch: BatchId, reason: str, *, poison: bool) -> None:
-        if self.work.has_outcome(batch):
-            return
-        self.failures.fail(batch, reason, poison=poison)
-        if self.current is not None and any(batch == member for _, member in self.current.composition):
-            self._abort(f"batch {tuple(batch)} failed")
+        self.tries.fail(batch, reason, poison=poison)
         self._check_failures()
 
     def _check_failures(self) -> None:
@@ -379,16 +341,11 @@ class Coordinator:
             self.record.event(f"run stopped: {reason}")
             log.error("run stopped", extra={"reason": reason})
 
-    def _abort(self, reason: str) -> None:
-        if self.current is not None:
-            self.record.aborted(self.current.step_try, reason)
-            self.current = None
-
     def _form_world(self, now_s: float) -> None:
         broken = self.world.broken(self.members.drafters, now_s)
         if broken:
             self.record.event(f"generation {self.world.generation} is over: {broken}")
-            self._abort(broken)
+            self.tries.abort(broken)
         if self.world.follow(
             self.members, at_boundary=self.current is None, stamp=self.new_stamp, broken=broken
         ):
@@ -404,7 +361,8 @@ class Coordinator:
             return  # drafters start from the seed, or from the checkpoint of this very step
         lost = self.step - back.step
         timeline = self.ledger.open_timeline(back)
-        self.current = self.saves.pending = None
+        self.saves.pending = None
+        self.tries.drop()
         self.work.rolled_back()
         self.record.rolled_back(timeline, back.step, lost)
 
@@ -416,9 +374,7 @@ class Coordinator:
         complete = {d.incarnation for d in self.complete_members()}
         if composition is None or not self.world.ready(self.members.drafters, complete):
             return
-        step_try = StepTry(*self.here, *self.new_stamp())
-        epoch = self.work.composer.epoch_of(self.step)
-        self.current = Try(step_try, epoch, composition, self.world.ranks)
+        self.tries.open(self.here, self.new_stamp(), composition, self.world.ranks)
 
     # ---- packs --------------------------------------------------------------------------------
 
