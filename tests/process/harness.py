@@ -181,9 +181,11 @@ class Run:
             process.wait(DEADLINE_S)
 
     def revive(self) -> None:
-        """Start every role again that has ended, as a restart policy would."""
+        """Start every role again that has ended, as a restart policy would; but none that nobody foresaw."""
         for name in self.names():
-            if name not in self.processes or self.processes[name].poll() is not None:
+            code = self.processes[name].poll() if name in self.processes else 0
+            assert code != ExitCode.UNEXPECTED, f"{name} ended with status 1\n{self.tails()}"
+            if code is not None:
                 self.start(name)
 
     def close(self) -> None:
