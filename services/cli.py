@@ -150,9 +150,11 @@ def regenerate(
     top_p: Annotated[float, typer.Option(help="1: all tokens", min=0.0, max=1.0)] = 1.0,
 ) -> None:
     """Prompts become the target's own answers, in the mode that data.thinking says will be served."""
+    if not temperature and top_p != 1.0:
+        raise ConfigError(f"--top-p {top_p:g}: greedy answers take the best token; give a --temperature too")
     options = load(config, context.obj, needs=["model.path"]).config
     from services.data.answers_server import ServerAnswers
-    from services.data.regenerate import Answerer, Ask
+    from services.data.regenerate import Answerer, Ask, WhenAsked
     from services.data.regenerate import regenerate as ask_for
 
     ask = Ask(
@@ -167,7 +169,8 @@ def regenerate(
         from services.data.answers_local import local_answers
 
         options = load_local(config, context.obj, needs=["model.path"]).config
-        answerer = local_answers(options, ask, device=device_named(device), batch_tokens=batch_tokens)
+        where = device_named(device)
+        answerer = WhenAsked(lambda: local_answers(options, ask, device=where, batch_tokens=batch_tokens))
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("answering", total=None)
         summary = ask_for(
@@ -189,8 +192,16 @@ def up(context: typer.Context, config: ConfigFile = None) -> None:
     checked = subprocess.run([sys.executable, "-m", "services.cli", "check", "--quiet", *words], check=False)
     if checked.returncode:
         raise typer.Exit(checked.returncode)
+    from services.local.stop import result
     from services.local.up import run_up
 
+    last = result(loaded.config.run.dir)
+    if last is not None and last.state == "finished":
+        typer.echo(
+            f"{loaded.config.run.dir}: finished, all {last.total_steps} steps; more data or epochs: "
+            "`draftmill extend`, again from a checkpoint: `draftmill rollback STEP`"
+        )
+        raise typer.Exit(ExitCode.FINISHED)
     raise typer.Exit(run_up(loaded.config, words, Console(highlight=False)))
 
 

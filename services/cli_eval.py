@@ -46,6 +46,8 @@ def evaluate(
         raise ConfigError(
             f"--top-p {top_p:g}: greedy decoding takes the best token; give a --temperature too"
         )
+    if picture is not None and not picture.absolute().parent.is_dir():
+        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}; make it first")
     options = load_local(config, context.obj, needs=["model.path"]).config
     from services.dflash.eval_parts import run_evals_in_parts
     from services.dflash.eval_picture import picture as draw

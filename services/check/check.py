@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from services.check.data import check_data, check_other_files
+from services.check.data import check_data, check_other_files, check_positions
 from services.check.devices import Devices, check_devices, gpu_memory
 from services.check.machine import (
     arenas_size,
@@ -53,7 +53,10 @@ def check(loaded: Loaded) -> Report:
         devices = check_devices(loaded, model, positions, gpu_memory())
         findings += devices.findings
     facts = _facts(loaded, model, data if not findings else None) + devices.facts
-    return Report(facts, findings, check_worth(loaded) + devices.warnings)
+    warnings = check_worth(loaded) + devices.warnings
+    if model is not None and data is not None:
+        warnings += check_positions(loaded, data, model)
+    return Report(facts, findings, warnings)
 
 
 def _facts(loaded: Loaded, model: ModelFacts | None, data: TrainingData | None) -> list[tuple[str, str]]:

@@ -5,14 +5,19 @@ Reads counts, and the tokens once, mapped, for the mask token (services/data/tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from protocol.errors import ConfigError, DataError
+from protocol.keys import load_server_keys
 from services.check.model import ModelFacts
 from services.config.load import Loaded
 from services.config.sources import Finding
+from services.coordinator.sinks import check_sinks
+from services.coordinator.upload import check_url
 from services.data.dataset import Dataset
 from services.data.plan import check_lengths
 from services.data.prepare import tokenizer_fingerprint
@@ -53,6 +58,16 @@ def _check_dataset(
     return dataset, findings
 
 
+def check_positions(loaded: Loaded, data: TrainingData, model: ModelFacts) -> list[Finding]:
+    """To be told: samples that reach behind the target's positions, where its hidden states mean little."""
+    longest, positions = data.longest, model.drafter.max_position_embeddings
+    if longest <= positions:
+        return []
+    rule = f"the longest sample has {longest} tokens, the target {positions} positions"
+    subject = loaded.describe("data.path", "data.max_length")
+    return [Finding(subject, f"{rule}; prepare the data again with data.max_length = {positions} or less")]
+
+
 def check_other_files(loaded: Loaded, model: ModelFacts | None) -> list[Finding]:
     """Files and URLs that options name beside model and data."""
     config, findings = loaded.config, list[Finding]()
@@ -62,7 +77,27 @@ def check_other_files(loaded: Loaded, model: ModelFacts | None) -> list[Finding]
     if start and not (Path(start) / "config.json").is_file():
         rule = "has no config.json; give a drafter's folder in z-lab's layout, or leave it empty"
         findings.append(Finding(loaded.describe("drafter.init_from"), rule))
+    for option, rule in (
+        ("log.sinks", _refusal(check_sinks, config.log.sinks)),
+        ("checkpoint.upload", _refusal(check_url, config.checkpoint.upload)),
+        (
+            "coordinator.keys",
+            _refusal(load_server_keys, config.coordinator.keys and Path(config.coordinator.keys)),
+        ),
+    ):
+        if rule:
+            findings.append(Finding(loaded.describe(option), rule.removeprefix(f"{option} = ")))
     return findings
+
+
+def _refusal(check: Callable[[Any], object], value: Any) -> str:
+    """Why the option's own reader refuses `value`; an empty one is not asked for."""
+    try:
+        if value:
+            check(value)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _broken_prompts(file: Path, limit: int, model: ModelFacts | None) -> str:

@@ -55,7 +55,7 @@ def _short(value: Any) -> str:
 
 def remedy(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """What to do about the differences; names `draftmill extend` where that would take them."""
-    choices = ["Restore them, or choose another run.dir"]
+    choices = ["Restore them, choose another run.dir, or remove this one if nothing in it is worth keeping"]
     if only_extends(recorded, current):
         choices.append("or let `draftmill extend` make them the run's, from the next epoch on")
     return "; ".join(choices)

@@ -144,7 +144,7 @@ def _slots(config: Config) -> Iterator[Broken]:
     needed = packs_needed(config, targets)
     if targets * each < needed:
         enough = -(-needed // targets)
-        rule = f"{targets} x {each} slots must hold {needed} packs ({_NEEDED}); raise it to {enough}"
+        rule = f"{targets} x {each} slots must hold {needed} packs ({_needed(config)}); raise it to {enough}"
         yield Broken(("target.slots", *_needed_from(config)), rule)
 
 
@@ -163,7 +163,7 @@ def _orders(config: Config) -> Iterator[Broken]:
 def _cap(config: Config) -> Iterator[Broken]:
     cap, needed = config.coordinator.in_flight_cap_packs, packs_needed(config, config.target.count)
     if 0 < cap < needed:
-        rule = f"the cap must allow {needed} packs ({_NEEDED}); raise it to that"
+        rule = f"the cap must allow {needed} packs ({_needed(config)}); raise it to that"
         yield Broken(("coordinator.in_flight_cap_packs", *_needed_from(config)), rule)
 
 
@@ -173,7 +173,9 @@ def _evaluator(config: Config) -> Iterator[Broken]:
         yield Broken(("evaluator.count", "eval.prompts"), rule)
 
 
-_NEEDED = "a step, the prefetch, one in each target's forward"
+def _needed(config: Config) -> str:
+    step = "a step, or plan.min_ready" if config.plan.order == "arrival" else "a step"
+    return f"{step}, the prefetch, one in each target's forward"
 
 
 def _needed_from(config: Config) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from protocol.files import FileLock
 from services.config.fingerprint import differences, only_extends
 from services.config.schema import Config
 from services.coordinator.ledger import Ledger
+from services.coordinator.result import revise
 from services.coordinator.sizing import identity_and_size
 from services.data.plan import Schedule
 from services.data.training_data import TrainingData, fingerprint_of
@@ -46,7 +47,9 @@ def extend(config: Config) -> Extended:
             first = first_changed_epoch(ledger.identity, identity, ledger.begun_epochs)
             plan_anew(ledger, identity, first)
             ledger.name_datasets(data.places)
-            return Extended(first, ledger.committed_steps, Schedule(config, data).total_steps)
+            schedule = Schedule(config, data)
+            revise(config.run.dir, ledger, schedule)
+            return Extended(first, ledger.committed_steps, schedule.total_steps)
         finally:
             ledger.close()
 

@@ -17,23 +17,17 @@ call is on the disk; about 0.4 ms a step commit. Nothing is ever updated that an
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import LedgerError
 from protocol.messages import BatchId, SkippedSample, StepAt, StepTry
-from services.config.fingerprint import differences, identity_sha256, remedy
-from services.coordinator.disk import disk_errors
-
-SCHEMA_VERSION = 1
-
-_SCHEMA = files("services.coordinator").joinpath("ledger.sql").read_text()
+from services.config.fingerprint import identity_sha256
+from services.coordinator.ledger_file import open_ledger, transaction
 
 
 class CheckpointRow(NamedTuple):
@@ -66,53 +60,16 @@ class Ledger:
         LedgerError: damaged, of another schema, or of a run with another identity; with None no ledger yet.
         DiskFull: no space. RetryError: another program holds it. ConfigError: it cannot be opened.
         """
-        with disk_errors(Path(path)):
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._open(str(path), identity)
-
-    def _open(self, path: str, identity: Mapping[str, Any] | None) -> None:
-        (damage,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-        if damage != "ok":
-            raise LedgerError(f"ledger {path}: {damage}. Restore it from a backup")
-        run = {"schema": str(SCHEMA_VERSION), "identity": json.dumps(identity, sort_keys=True)}
-        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'run'").fetchone():
-            run = dict(self._db.execute("SELECT key, value FROM run").fetchall())
-        elif identity is None:
-            raise LedgerError(f"ledger {path}: no run has begun in it; just start it with the data it needs")
-        if run.get("schema") != str(SCHEMA_VERSION):
-            raise LedgerError(
-                f"ledger {path}: schema {run.get('schema')}, this version reads {SCHEMA_VERSION}"
-            )
-        with self.transaction():
-            for statement in filter(str.strip, _SCHEMA.split(";\n")):
-                self._db.execute(statement)
-            self._db.executemany("INSERT OR IGNORE INTO run VALUES(?, ?)", run.items())
-            self._db.execute("INSERT OR IGNORE INTO timelines VALUES(0, NULL, 0)")
-        self.identity: dict[str, Any] = json.loads(run["identity"]) or {}
+        self._db, self.identity = open_ledger(path, identity)
         self.fingerprint = identity_sha256(self.identity)
-        if identity is not None and (changed := differences(self.identity, identity)):
-            raise LedgerError(
-                f"ledger {path} belongs to a run with other training options: {'; '.join(changed)}. "
-                f"{remedy(self.identity, identity)}"
-            )
         (self._timeline,) = self._db.execute("SELECT max(timeline) FROM timelines").fetchone()
         self._last_try = self._read_last_try()
         self._checkpoints: tuple[CheckpointRow, ...] | None = None
         self._accounting: Accounting | None = None
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
         """All or nothing; what a caller writes, this object may have read before."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._db
-        except BaseException:
-            if self._db.in_transaction:  # SQLite has ended it itself when the disk is full
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        return transaction(self._db)
 
     def close(self) -> None:
         self._db.close()

@@ -134,7 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         ("cause",), _map(lambda s: s["failed_by_cause"]),
     ),
     Family(
-        "draftmill_batches_without_outcome", "gauge", "after the end: batches without an outcome, must be 0",
+        "draftmill_batches_without_outcome", "gauge", "of a finished run: batches with no outcome, must be 0",
         (), _known("batches_without_outcome"),
     ),
     Family(

@@ -10,7 +10,9 @@ from protocol.errors import CheckpointError
 from protocol.files import FileLock
 from services.config.schema import Config
 from services.coordinator.ledger import CheckpointRow, Ledger
+from services.coordinator.result import revise
 from services.coordinator.sizing import identity_and_size
+from services.data.plan import Schedule
 from services.data.training_data import TrainingData
 
 
@@ -24,12 +26,15 @@ def roll_back(config: Config, step: int) -> tuple[int, CheckpointRow]:
         raise CheckpointError(
             f"run {config.run.dir}: it has no ledger yet, so there is nothing to go back to"
         )
-    identity, _ = identity_and_size(config, TrainingData.open(config.data))
+    data = TrainingData.open(config.data)
+    identity, _ = identity_and_size(config, data)
     with FileLock(config.run.dir / "coordinator.lock"):
         ledger = Ledger(path, identity)
         try:
             row = _kept(ledger, config, step)
-            return ledger.open_timeline(row.at), row
+            timeline = ledger.open_timeline(row.at)
+            revise(config.run.dir, ledger, Schedule(config, data))
+            return timeline, row
         finally:
             ledger.close()
 

@@ -43,7 +43,7 @@ from services.coordinator.ledger import Ledger
 from services.coordinator.orders import OrderBook
 from services.coordinator.sinks import StepLog
 from services.coordinator.sizing import devices, identity_and_size
-from services.coordinator.status import ArenaSpace, UploadState, snapshot
+from services.coordinator.status import UploadState, arena_bytes, arena_space, snapshot
 from services.coordinator.upload import Uploader
 from services.data.training_data import TrainingData
 from services.lifecycle import (
@@ -78,7 +78,7 @@ class Server:
         self.board = Board(on_stop=self.ask_stop)
         self._started_s = self._last_s = time.monotonic()
         self._next_probe_s = self._next_status_s = self._next_exit_s = 0.0
-        self._audit: tuple[int, int] | None = None
+        self._audit: tuple[int | None, int] | None = None
         self._steps = StepLog(config)
         self._evaluation = Evaluation(config.run.dir)
         upload = config.checkpoint.upload
@@ -305,7 +305,8 @@ class Server:
     def _conclude(self) -> None:
         """The accounting of the whole run, from the ledger, to the log and to `run.dir/result.json`."""
         core, now_s = self.core, time.monotonic()
-        self._audit = core.ledger.audit(core.work.batches_per_epoch)
+        lost, duplicated = core.ledger.audit(core.work.batches_per_epoch)
+        self._audit = (lost if core.finished else None, duplicated)
         self._next_status_s = 0.0
         self._show(now_s)
         swept = sweep(self._folder)
@@ -328,22 +329,6 @@ class Server:
                 "arena_bytes_left": result["arena_bytes_left"],
             },
         )
-
-
-def arena_bytes(folder: Path) -> int:
-    """Bytes of the arena files in the run's folder in memory; of those that are there when it looks."""
-    total = 0
-    for file in folder.glob("*.arena"):
-        with suppress(FileNotFoundError):  # its target has left meanwhile
-            total += file.stat().st_size
-    return total
-
-
-def arena_space(folder: Path) -> ArenaSpace:
-    """What the run takes, and what its file system has; 10 us."""
-    system = os.statvfs(folder)
-    size = system.f_frsize
-    return ArenaSpace(arena_bytes(folder), system.f_bavail * size, system.f_blocks * size)
 
 
 def main(config: Config) -> ExitCode:

@@ -17,7 +17,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -95,15 +95,21 @@ SINKS: dict[str, Callable[[Config], Sink]] = {
 }
 
 
+def check_sinks(names: Iterable[str]) -> None:
+    """ConfigError for one whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"log.sinks = {name}: the package {name} is missing; pip install draftmill[{name}]"
+            )
+
+
 class StepLog:
     """All sinks of a run. ConfigError: a wanted one is not installed."""
 
     def __init__(self, config: Config, known: Mapping[str, Callable[[Config], Sink]] = SINKS) -> None:
-        for name in config.log.sinks:
-            if importlib.util.find_spec(name) is None and known is SINKS:
-                raise ConfigError(
-                    f"log.sinks = {name}: the package {name} is missing; pip install draftmill[{name}]"
-                )
+        if known is SINKS:
+            check_sinks(config.log.sinks)
         self._newest = _newest(config.run.dir / LINES)
         self._lines = _lines(config.run.dir / LINES)
         self._queue: queue.SimpleQueue[tuple[StepAt, dict[str, float]] | None] = queue.SimpleQueue()

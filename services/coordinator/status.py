@@ -6,11 +6,16 @@ need no lock. 0.2 ms with eight roles.
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.ledger import Ledger
 from services.coordinator.members import DrafterMember, TargetMember
 from services.coordinator.record import Record
+from services.data.plan import Schedule
 
 SHOWN_EVENTS = 20
 
@@ -37,14 +42,14 @@ def snapshot(
     now_s: float,
     started_s: float,
     arena: ArenaSpace | None = None,
-    audit: tuple[int, int] | None = None,
+    audit: tuple[int | None, int] | None = None,
     upload: UploadState | None = None,
     evaluation: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """The `/status` document. Rates are over the last 20 s; all times are seconds.
 
     `audit` is the ledger's (batches without outcome, duplicated ones), None until the run has ended: it reads
-    every outcome.
+    every outcome. The first is None in a run that ended early: its batches are not lost, but still to come.
     """
     record = core.record
     values = record.latest.values if record.latest else {}
@@ -69,7 +74,7 @@ def snapshot(
         "batches_duplicated": duplicated,
         "roles": [_role(core, member, now_s) for member in core.members],
         "events": [{"at": e.at_unix_s, "text": e.text} for e in list(record.events)[-SHOWN_EVENTS:]],
-        "checkpoints": _checkpoints(core),
+        "checkpoints": checkpoints(core.ledger, core.schedule),
         "places": {"target": core.config.target.count, "drafter": core.config.drafter.count},
         "counters": _counters(core, now_s),
     }
@@ -106,22 +111,23 @@ def _flow(core: Coordinator) -> dict[str, Any]:
     }
 
 
-def _checkpoints(core: Coordinator) -> list[dict[str, Any]]:
+def checkpoints(ledger: Ledger, schedule: Schedule) -> list[dict[str, Any]]:
+    """Of this timeline's history, oldest first."""
     return [
         {
             "timeline": row.at.timeline,
             "step": row.at.step,
             "name": row.name,
-            "epoch": _epoch_before(core, row.at.step),
+            "epoch": epoch_before(schedule, row.at.step),
         }
-        for row in core.ledger.checkpoints()
+        for row in ledger.checkpoints()
     ]
 
 
-def _epoch_before(core: Coordinator, step: int) -> int:
+def epoch_before(schedule: Schedule, step: int) -> int:
     """Of the last of `step` steps, from 0; from step counts, since plans of former epochs are not kept."""
     epoch = 0
-    while core.schedule.first_step(epoch + 1) < step:
+    while schedule.first_step(epoch + 1) < step:
         epoch += 1
     return epoch
 
@@ -223,3 +229,19 @@ def _counters(core: Coordinator, now_s: float) -> dict[str, Any]:
         "recovery_s": dict(record.recovery_s),
         "last_commit_age_s": None if record.last_commit_s is None else now_s - record.last_commit_s,
     }
+
+
+def arena_bytes(folder: Path) -> int:
+    """Bytes of the arena files in the run's folder in memory; of those that are there when it looks."""
+    total = 0
+    for file in folder.glob("*.arena"):
+        with suppress(FileNotFoundError):  # its target has left meanwhile
+            total += file.stat().st_size
+    return total
+
+
+def arena_space(folder: Path) -> ArenaSpace:
+    """What the run takes, and what its file system has; 10 us."""
+    system = os.statvfs(folder)
+    size = system.f_frsize
+    return ArenaSpace(arena_bytes(folder), system.f_bavail * size, system.f_blocks * size)

@@ -39,12 +39,7 @@ class Uploader:
 
     def __init__(self, url: str, root: Path) -> None:
         """ConfigError: no such protocol, or its package is missing. Connects to nothing yet."""
-        try:
-            fsspec.get_filesystem_class(protocol_of(url))
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"checkpoint.upload = {url}: {error}; for s3:// install the extra `s3`"
-            ) from error
+        check_url(url)
         self._url, self._root = url, root
         self._system: AbstractFileSystem | None = None  # made in the thread: some log in right away
         self._base = ""
@@ -179,6 +174,14 @@ class Uploader:
         while chunk := source.read(CHUNK_BYTES):
             sink.write(chunk)
             self._moved_s = time.monotonic()
+
+
+def check_url(url: str) -> None:
+    """ConfigError: fsspec knows no such protocol, or its package is missing. Connects to nothing."""
+    try:
+        fsspec.get_filesystem_class(protocol_of(url))
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"checkpoint.upload = {url}: {error}; for s3:// install the extra `s3`") from error
 
 
 def protocol_of(url: str) -> str:

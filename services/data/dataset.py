@@ -118,7 +118,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: no prepared dataset there ({MANIFEST} is missing); run `draftmill prepare`"
         ) from None
-    except (ValueError, NotADirectoryError) as error:
+    except NotADirectoryError:
+        raise DataError(
+            f"{path}: is a file; `draftmill prepare` makes a dataset of it, whose folder belongs here"
+        ) from None
+    except ValueError as error:
         raise DataError(f"{file}: not readable as JSON ({error}); prepare the dataset again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "shards" not in manifest:
         found = manifest.get("format") if isinstance(manifest, dict) else None

@@ -117,6 +117,8 @@ def regenerate(
     """
     for path in inputs:
         check_source(path)
+    if not output.absolute().parent.is_dir():
+        raise DataError(f"{output}: there is no folder {output.parent}; make it first")
     skipped: Counter[str] = Counter()
     prompts = sum(1 for _ in _read_prompts(inputs, on_bad_line, skipped))
     finishes: Counter[str] = Counter()
@@ -142,6 +144,19 @@ def regenerate(
             f"{output}: {finishes.total()} answers to {prompts} prompts; it was changed meanwhile"
         )
     return Summary(prompts, finishes.total(), finishes["stop"], finishes["length"], dict(skipped))
+
+
+class WhenAsked:
+    """An answerer that is made by the first question: wrong inputs are found before a model is loaded."""
+
+    def __init__(self, make: Callable[[], Answerer]) -> None:
+        self._make = make
+        self._made: Answerer | None = None
+
+    def answers(self, asked: Sequence[Asked]) -> Iterator[Answer | Refused]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made.answers(asked)
 
 
 def _read_prompts(inputs: Sequence[Path], on_bad_line: str, skipped: Counter[str]) -> Iterator[Asked]:

@@ -74,7 +74,10 @@ def zlab_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
 
 
 def export_drafter(drafter: Drafter, out: Path, *, dtype: str = "bfloat16") -> None:
-    """Writes the folder `out`, complete or not at all. Raises `CheckpointError` if it exists."""
+    """Writes the folder `out`, complete or not at all. Raises `CheckpointError` if it exists, `ConfigError`
+    for a type that weights cannot have.
+    """
+    stored_as = torch_dtype(dtype)
     if out.exists():
         raise CheckpointError(
             f"export {out}: it exists already and is never overwritten; name another folder"
@@ -84,7 +87,7 @@ def export_drafter(drafter: Drafter, out: Path, *, dtype: str = "bfloat16") -> N
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     weights = {
-        name: tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
+        name: tensor.detach().to("cpu", stored_as).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
     save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})

@@ -28,13 +28,14 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from protocol.errors import ModelError
+from protocol.errors import ConfigError, ModelError
 from services.dflash.drafter_config import logit_rules
 from services.dflash.head import FrozenHead
 from services.models.hub import check_tokenizer
 
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
+DTYPES = ("float32", "bfloat16", "float16")
 # "layers": DeepSeek's and GLM's layer for several tokens at once has an embedding and head of its own
 _OTHER_TOWERS = ("vision", "visual", "audio", "mtp", "assistant", "layers")
 
@@ -65,8 +66,12 @@ class Target:
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """`float32`, `bfloat16`, `float16` or a dtype."""
-    return name if isinstance(name, torch.dtype) else getattr(torch, name)
+    """`float32`, `bfloat16`, `float16` or a dtype. ConfigError for another name."""
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise ConfigError(f"type {name}: weights are {', '.join(DTYPES)}")
+    return getattr(torch, name)
 
 
 def load_target(

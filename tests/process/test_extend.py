@@ -67,6 +67,8 @@ def test_a_run_is_extended_killed_and_rolled_back_across_the_border(make_run, da
     extended = command(run, "extend")
     assert extended.returncode == 0, extended.stderr
     assert f"from epoch 1 on: {planned.committed_steps()} steps, {border} of them done" in extended.stdout
+    told = command(run, "status", str(run.dir)).stdout
+    assert f"{border}/{planned.committed_steps()}" in told
     again = command(run, "extend")
     assert again.returncode == ExitCode.CONFIGURATION and "just start it" in again.stderr
 
@@ -85,6 +87,11 @@ def test_a_run_is_extended_killed_and_rolled_back_across_the_border(make_run, da
     (back,) = run.query(f"SELECT max(step) FROM checkpoints WHERE step < {border}")[0]
     rolled = command(run, "rollback", str(back))
     assert rolled.returncode == 0 and run.committed_steps() == back > 0, rolled.stderr
+    told = run.result()
+    ((timeline,),) = run.query("SELECT max(timeline) FROM timelines")
+    assert (told["state"], told["step"], told["timeline"]) == ("stopped", back, timeline)
+    assert told["checkpoints"][-1]["step"] == back and told["samples_total"] == len(every)
+    assert told["batches"]["pending"] > 0 and told["samples_committed"] < len(every)
     run.start()
     run.wait(lambda: run.committed_steps() > border, "the border, once more")
     run.wait_finished()

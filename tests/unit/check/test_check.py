@@ -307,6 +307,31 @@ def test_what_works_but_less_well_is_a_warning(place):
     )
 
 
+def test_samples_behind_the_targets_positions_are_a_warning(place):
+    write_data(place / "longer", [12, 65])
+    found = report(place, data__path=place / "longer", plan__bucket_edges="16,96")
+    assert found.findings == []
+    told = [str(warning) for warning in found.warnings if "positions" in str(warning)]
+    assert len(told) == 1 and "65 tokens, the target 64 positions" in told[0]
+    assert "data.max_length = 64" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("checkpoint__upload", "nowhere://x", "Protocol not known: nowhere"),
+        ("coordinator__keys", "/no/such/keys", "/no/such/keys/allowed"),
+        ("log__sinks", "tensorboard", "the package tensorboard is missing"),
+    ],
+)
+def test_what_only_the_coordinator_reads_is_looked_at_before_it_starts(
+    place, monkeypatch, option, value, rule
+):
+    monkeypatch.setattr("services.coordinator.sinks.importlib.util.find_spec", lambda name: None)
+    found = the_one(looked(place, **{option: value}))
+    assert found.startswith(option.replace("__", ".")) and rule in found
+
+
 def test_a_folder_whose_sockets_would_have_too_long_names(place):
     assert "the kernel takes 107; shorten it" in the_one(looked(place, arena__dir=place / ("x" * 80)))
 

@@ -26,6 +26,8 @@ def test_packs_needed_counts_step_prefetch_and_forwards():
 def test_arrival_order_waits_for_min_ready():
     config = make(plan={"packs_per_step": 4, "order": "arrival", "min_ready": 10})
     assert packs_needed(config, targets=1) == 10 + 2 + 1
+    (broken,) = broken_rules(config)
+    assert "8 slots must hold 13 packs (a step, or plan.min_ready, the prefetch" in broken.rule
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def test_a_figure_that_is_not_known_has_no_series(cluster):
     found = samples(taken(cluster))
     assert "draftmill_batches_without_outcome" not in found and "draftmill_arena_bytes" not in found
     assert samples(taken(cluster, audit=(0, 0)))["draftmill_batches_without_outcome"] == 0
+    stopped = samples(taken(cluster, audit=(None, 0)))  # what is still to come is not lost
+    assert "draftmill_batches_without_outcome" not in stopped and stopped["draftmill_batches_duplicated"] == 0
 
 
 def test_an_evaluators_figures_are_served_and_what_it_did_not_measure_is_not(cluster, tmp_path):

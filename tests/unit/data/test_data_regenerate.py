@@ -19,7 +19,7 @@ from services.data.answers_local import LocalAnswers, local_answers
 from services.data.answers_server import ServerAnswers
 from services.data.dataset import Dataset
 from services.data.prepare import prepare
-from services.data.regenerate import Answer, Ask, Asked, Refused, regenerate
+from services.data.regenerate import Answer, Ask, Asked, Refused, WhenAsked, regenerate
 from services.data.turns import ChatTemplate
 from services.dflash.target_model import wrap_target
 
@@ -147,6 +147,24 @@ def test_bad_prompts_are_refused_before_anything_is_asked_or_skipped(tmp_path):
     good = write_prompts(tmp_path / "b.jsonl", 3)
     with pytest.raises(DataError, match="line 2: too long"):
         regenerate([good], tmp_path / "other.jsonl", Echo(refuse=(2,)), Ask("m"))
+
+
+def test_no_model_is_loaded_for_wrong_inputs_or_when_nothing_is_left_to_ask(tmp_path):
+    path, made, echo = write_prompts(tmp_path / "a.jsonl", 3), [], Echo()
+
+    def make():
+        made.append(echo)
+        return echo
+
+    with pytest.raises(DataError, match="there is no folder"):
+        regenerate([path], tmp_path / "none" / "out.jsonl", WhenAsked(make), Ask("m"))
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(DataError, match="line 1: not JSON"):
+        regenerate([tmp_path / "bad.jsonl"], tmp_path / "out.jsonl", WhenAsked(make), Ask("m"))
+    assert made == []
+    for _ in range(2):
+        assert regenerate([path], tmp_path / "out.jsonl", WhenAsked(make), Ask("m")).answers == 3
+    assert made == [echo] and len(echo.asked) == 3
 
 
 def test_an_answer_that_is_there_is_asked_again(tmp_path):

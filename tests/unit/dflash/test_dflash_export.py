@@ -8,7 +8,7 @@ import torch
 from dflash_tiny import drafter_config
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import CheckpointError
+from protocol.errors import CheckpointError, ConfigError
 from services.dflash.checkpoint import write_checkpoint
 from services.dflash.drafter import Drafter
 from services.dflash.evaluate import load_drafter, run_export
@@ -55,6 +55,14 @@ def test_training_checkpoint_to_export_and_back(tmp_path, changes, dtype):
     assert again.config == drafter.config
     if dtype == "float32":
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), drafter.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp16", "half", ""])
+def test_a_type_that_weights_cannot_have_is_refused_and_leaves_nothing(tmp_path, dtype):
+    drafter = Drafter(drafter_config(), seed=4)
+    with pytest.raises(ConfigError, match="weights are float32, bfloat16, float16"):
+        export_drafter(drafter, tmp_path / "out", dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path):
