@@ -1,6 +1,7 @@
 """`draftmill`: one entry a command. Options are read here, heavy things are imported inside the entries.
 
-Every command takes `--config FILE` and any `--section.option VALUE` of the schema (docs/options.md). What
+Every command that has to do with a run or a dataset takes `--config FILE` and any `--section.option VALUE` of
+the schema (docs/options.md). What
 ends a command on purpose is printed as one block, without a traceback, and decides its exit code
 (services/lifecycle.py has the table).
 """
@@ -340,7 +341,7 @@ def keys(folder: Annotated[Path, typer.Argument(help="new folder for the keys")]
     from protocol.keys import generate_keys
 
     generate_keys(folder)
-    typer.echo(f"keys in {folder}; set coordinator.keys to it on every host")
+    typer.echo(f"keys in {folder}; set coordinator.keys to it")
 
 
 def _hints(words: Sequence[str]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 Exit codes, which restart policies and `draftmill up` act on:
 
-    0  finished      the run's finished record is in the ledger
+    0  finished      the run's finished record is in the ledger; of a role: the run is over, it was sent away
     1  unexpected    an exception nobody foresaw (traceback in the log), or a watchdog in frozen C code
     2  usage         the command line itself is wrong
     3  configuration an option, model, dataset, checkpoint or ledger is wrong: a restart cannot help

@@ -74,7 +74,7 @@ def _front_matter(target: TargetName | None) -> str:
 
 
 def _serving(fields: Mapping[str, Any], target: TargetName | None) -> str:
-    model = (target.hub_id or target.name) if target else "TARGET"
+    model = (target.hub_id or f"path/to/{target.name}") if target else "TARGET"
     size = fields["block_size"]
     return (
         "## Serve\n\n```\n"
