@@ -46,7 +46,7 @@ from services.place import claim_place
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
-_WITHOUT_OPTIONS = {"export", "inspect", "keys", "metrics"}
+_WITHOUT_OPTIONS = {"convert", "export", "inspect", "keys", "metrics"}
 
 Inputs = Annotated[list[Path], typer.Argument(help="JSONL, Parquet or dataset folders")]
 Index = Annotated[int | None, typer.Option(min=0, help="place in the run; none: the lowest free one")]
@@ -268,6 +268,18 @@ def check(
 
 
 app.command(name="eval")(evaluate)
+
+
+@app.command()
+def convert(
+    gguf: Annotated[Path, typer.Argument(help="GGUF file of a target")],
+    out: Annotated[Path, typer.Argument(help="new folder, for model.path")],
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="of the weights")] = "bfloat16",
+) -> None:
+    """Write a GGUF file's model and tokenizer as a folder of safetensors."""
+    from services.models.convert import convert_gguf
+
+    typer.echo(f"target in {convert_gguf(gguf, out, dtype=dtype)}")
 
 
 @app.command()

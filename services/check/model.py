@@ -114,6 +114,9 @@ def _idle_rows(config: Config, rows: int, special: set[int]) -> str:
 
 
 def _broken_files(folder: Path) -> Iterator[str]:
+    if folder.suffix == ".gguf":
+        yield "is a GGUF file; `draftmill convert FILE FOLDER` makes a folder of it"
+        return
     if not folder.is_dir():
         yield "is no folder; give the local folder of a model, with config.json and *.safetensors"
         return

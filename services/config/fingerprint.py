@@ -63,10 +63,11 @@ def remedy(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 
 def only_extends(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
     """Whether nothing but datasets and the number of epochs differs."""
-    return not differences(_without_plan(recorded), _without_plan(current))
+    return not differences(without_plan(recorded), without_plan(current))
 
 
-def _without_plan(tree: Mapping[str, Any]) -> dict[str, Any]:
+def without_plan(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity but for what `draftmill extend` may change."""
     options = {name: value for name, value in tree.get("options", {}).items() if name != "run.epochs"}
     return {"options": options, "model": tree.get("model")}
 

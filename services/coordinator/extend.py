@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError, LedgerError
 from protocol.files import FileLock
-from services.config.fingerprint import differences, only_extends
+from services.config.fingerprint import differences, without_plan
 from services.config.schema import Config
 from services.coordinator.ledger import Ledger
 from services.coordinator.result import revise
@@ -56,11 +56,13 @@ def extend(config: Config) -> Extended:
 
 def first_changed_epoch(recorded: Mapping[str, Any], wanted: Mapping[str, Any], begun: int) -> int:
     """The first epoch whose dataset differs between two identities, not below `begun`. ConfigError else."""
-    changed = "; ".join(differences(recorded, wanted))
-    if not changed:
+    if not differences(recorded, wanted):
         raise ConfigError("data.later, run.epochs: they are what the run has already; just start it")
-    if not only_extends(recorded, wanted):
-        raise ConfigError(f"a run can only be given other datasets and epochs, but also differs: {changed}")
+    if others := differences(without_plan(recorded), without_plan(wanted)):
+        raise ConfigError(
+            f"a run can only be given other datasets and epochs, but also differ {'; '.join(others)}; "
+            "restore them"
+        )
     old, new = _datasets(recorded), _datasets(wanted)
     if len(new) < begun:
         raise ConfigError(

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from protocol.errors import DataError, ModelError
+from services.check.model import check_model
+from services.cli import app
+from services.config.load import load
 from services.models.convert import convert_gguf, smollm2_from_package, smollm2_gguf
 
 HIDDEN, MLP, HEADS, LAYERS = 32, 64, 4, 2
@@ -74,6 +78,16 @@ def test_weights_and_special_tokens_come_from_the_gguf(tmp_path: Path) -> None:
     assert tokenizer.chat_template == TEMPLATE
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 2
     assert "_model_name_or_path" not in json.loads((out / "config.json").read_text())
+
+
+def test_the_command_makes_a_folder_and_check_names_it_for_a_file(tmp_path: Path) -> None:
+    file, out = tmp_path / "tiny.gguf", tmp_path / "tiny"
+    write_tiny_gguf(file)
+    told = CliRunner().invoke(app, ["convert", str(file), str(out), "--dtype", "float32"])
+    assert told.exit_code == 0 and f"target in {out}" in told.stdout and (out / "config.json").is_file()
+    loaded = load(None, [("--model.path", str(file)), ("--data.path", "d")], {})
+    (finding,) = check_model(loaded)[1]
+    assert "is a GGUF file; `draftmill convert FILE FOLDER`" in str(finding)
 
 
 def test_the_stored_type_is_the_one_asked_for(tmp_path: Path) -> None:
