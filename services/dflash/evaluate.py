@@ -230,8 +230,8 @@ def load_drafter(checkpoint: Path) -> Drafter:
     """Of a training checkpoint or z-lab's layout, float32 on the CPU. Raises `CheckpointError`."""
     if not checkpoint.is_dir():
         raise CheckpointError(
-            f"checkpoint {checkpoint}: no such folder; name a training checkpoint (RUN/checkpoints/...), an export, "
-            "or RUN/best, which an evaluator makes"
+            f"checkpoint {checkpoint}: no such folder; name a training checkpoint (RUN/checkpoints/...), "
+            "an export, or RUN/best, which an evaluator makes"
         )
     if not is_training_checkpoint(checkpoint):
         return load_zlab(checkpoint)

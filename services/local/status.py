@@ -128,8 +128,8 @@ def read_address(run_dir: Path) -> Address:
         return Address(str(found["http"]), str(found.get("incarnation", "")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PeerGone(
-            f"{file}: no coordinator has written its address there; is the run started, and this its folder "
-            "(run.dir)?"
+            f"{file}: no coordinator has written its address there; is the run started? "
+            "Is this its folder (run.dir)?"
         ) from error
 
 
