@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 MARK = "uploaded.json"
 CHUNK_BYTES = 8 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-LAST_TRIES, LAST_STILL_S = 3, 300.0
+LAST_TRIES, LAST_STILL_S = 3, 1800.0  # some services get all of a file at its end
 """Failed copies, and seconds without a byte moved, after which who is in a hurry leaves without the rest."""
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from services.config.schema import Config
 from services.data.forecast import Forecast
 from services.data.gpu_memory import Memory
-from services.local.view import size
+from services.local.view import duration, size
 
 
 def show(made: Forecast, config: Config) -> RenderableType:
@@ -40,10 +40,10 @@ def _time_rows(made: Forecast, config: Config) -> list[tuple[str, str]]:
     rate = made.counts.tokens_of_all_epochs / (made.hours * 3600)
     (targets, drafters), each = made.advised, made.targets_per_drafter
     return [
-        ("time", f"{made.hours:.1f} h at {rate:,.0f} tok/s, {size(int(rate * made.bytes_per_token))}/s"),
+        ("time", f"{duration(3600 * made.hours)} at {rate:,.0f} tok/s, {size(rate * made.bytes_per_token)}/s"),
         (
             "advice",
-            f"{targets} targets and {drafters} drafters are the fastest of {targets + drafters} roles; "
+            f"targets: {targets}, drafters: {drafters} is the fastest of {targets + drafters} roles; "
             f"{each:.2f} targets keep a drafter busy",
         ),
     ]  # fmt: skip

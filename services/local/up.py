@@ -90,12 +90,14 @@ class Up:
         """How it ended, in a few lines; on failure with the end of the culprit's log."""
         status = self._status or Status()
         restarts = sum(self._restarts().values())
-        console.print(
-            f"{verdict.code.name.lower().replace('_', ' ')}: {status.samples_committed} samples committed, "
-            f"{status.samples_failed} failed, of {status.samples_total}; {status.step} steps, "
-            f"{restarts} restarts, {duration(time.monotonic() - self._started_s)}",
-            highlight=False,
+        counts = (
+            f"{status.samples_committed} samples committed, {status.samples_failed} failed, "
+            f"of {status.samples_total}; {status.step} steps, {restarts} restarts"
+            if status.total_steps
+            else "it did not begin"
         )
+        took = duration(time.monotonic() - self._started_s)
+        console.print(f"{verdict.code.name.lower().replace('_', ' ')}: {counts}, {took}", highlight=False)
         if verdict.reason:
             console.print(verdict.reason, style="red", markup=False, highlight=False)
         if verdict.culprit is not None:
@@ -152,8 +154,12 @@ class Up:
     def _let_coordinator_finish(self) -> None:
         self._processes.signal(COORDINATOR, SIGTERM)
         deadline_s = time.monotonic() + self._config.watch.stop_s
+        note = "stopping: the step is finished and a checkpoint recorded"
+        if self._stop.is_set():
+            note += "; again to kill"
+            self._shown.say(note)
         while COORDINATOR in self._processes and time.monotonic() < deadline_s:
-            self._turn("stopping: the step is finished and a checkpoint recorded; again to kill")
+            self._turn(note)
 
     def _let_roles_leave(self) -> None:
         self._status = self._final_status()
