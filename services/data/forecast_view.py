@@ -39,8 +39,9 @@ def _time_rows(made: Forecast, config: Config) -> list[tuple[str, str]]:
         return [("time", "unknown; give --target-rate and --drafter-rate, as `draftmill status` shows them")]
     rate = made.counts.tokens_of_all_epochs / (made.hours * 3600)
     (targets, drafters), each = made.advised, made.targets_per_drafter
+    took = duration(3600 * made.hours)
     return [
-        ("time", f"{duration(3600 * made.hours)} at {rate:,.0f} tok/s, {size(rate * made.bytes_per_token)}/s"),
+        ("time", f"{took} at {rate:,.0f} tok/s, {size(rate * made.bytes_per_token)}/s"),
         (
             "advice",
             f"targets: {targets}, drafters: {drafters} is the fastest of {targets + drafters} roles; "
