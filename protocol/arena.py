@@ -297,7 +297,7 @@ def _allocate(file: int, path: Path, size: int) -> None:
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
         os.ftruncate(file, 0)
         raise ArenaFull(

@@ -149,6 +149,11 @@ class Link:
     def version(self) -> int:
         return self._version
 
+    @property
+    def failed(self) -> bool:
+        """Its thread has ended: orders stay as they are. `wait` and `report` raise why."""
+        return self._failure is not None
+
     def wait(self, seen_version: int, timeout_s: float | None = None) -> int:
         """Block until anything (orders, packs, exit, `wake`) is newer than `seen_version`."""
         with self._change:

@@ -75,11 +75,13 @@ def write_checkpoint(
             {"state": state, "drafter": drafter.to_dict(), "files": files}, indent=1, sort_keys=True
         )
         (partial / STATE).write_text(text + "\n")
+        sha256 = str(_fingerprint(partial / STATE)["sha256"])
         publish_folder(partial, folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        for half in (partial, folder):  # renamed, but perhaps not for good: the name must be free for a retry
+            shutil.rmtree(half, ignore_errors=True)
         raise
-    return _fingerprint(folder / STATE)["sha256"]
+    return sha256
 
 
 def read_checkpoint(folder: Path, sha256: str | None, *, optimizer: bool = True) -> Checkpoint:

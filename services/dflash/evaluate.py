@@ -233,6 +233,7 @@ def load_drafter(checkpoint: Path) -> Drafter:
             f"checkpoint {checkpoint}: no such folder; name a training checkpoint (RUN/checkpoints/...), "
             "an export, or RUN/best, which an evaluator makes"
         )
+    checkpoint = checkpoint.resolve()  # `best` is a link that may be replaced while its files are read
     if not is_training_checkpoint(checkpoint):
         return load_zlab(checkpoint)
     saved = read_checkpoint(checkpoint, None, optimizer=False)

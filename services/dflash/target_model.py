@@ -98,7 +98,12 @@ def load_target(
         raise ModelError(
             f"target {path}: no weights for {names[:5]} ({len(names)} tensors); they would be random"
         )
-    return wrap_target(model.to(device))
+    try:
+        return wrap_target(model.to(device))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"target {path}: no room on {device} ({error}); `draftmill check` tells what each role takes"
+        ) from error
 
 
 def loader_of(config: Any) -> tuple[Any, Any]:

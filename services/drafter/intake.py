@@ -84,6 +84,7 @@ class Intake:
 
     def _run(self) -> None:
         try:
+            self._reader.use_device()
             while True:
                 seen = self._link.version
                 if self._closing.is_set():  # only now: a close from here on is newer than `seen`

@@ -74,10 +74,12 @@ def plan_copies(names: Sequence[str], standings: Sequence[Standing]) -> list[Cop
 
 @contextmanager
 def broken(what: str) -> Iterator[None]:
-    """Whatever torch.distributed raises (plain RuntimeErrors, all of them) is GroupBroken."""
+    """Whatever torch.distributed raises (plain RuntimeErrors, all of them) is GroupBroken, but what a GPU
+    raises is not: after an illegal access, or off the bus, it answers to no group.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         raise GroupBroken(f"{what}: {str(error).splitlines()[0]}") from error

@@ -5,6 +5,7 @@ One at a time, in a thread of its own. A full disk is a line in the report, and 
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -74,5 +75,7 @@ class Saver:
             self._result = Saved(at=at, name=name, sha256=sha256)
         except (OSError, SafetensorError, CheckpointError) as error:
             log.exception("checkpoint not written", extra={"checkpoint": name})
-            self._result = Unsaved(at, f"checkpoint {self._folder / name}: {error}; free some space")
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "; free some space" if full or isinstance(error, SafetensorError) else ""
+            self._result = Unsaved(at, f"checkpoint {self._folder / name}: {error}{remedy}")
         self._done()

@@ -23,6 +23,7 @@ from services.config.fingerprint import fingerprint, model_fingerprint
 from services.config.schema import Config
 from services.data.plan import Schedule
 from services.data.training_data import TrainingData
+from services.device import use_device
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.export import load_zlab
@@ -76,6 +77,7 @@ def start(config: Config, device: torch.device) -> Started:
     """Open the data, load the target's two ends, build the drafter.
 
     Raises:
+        ConfigError: there is no such GPU.
         ModelError: target, tokenizer and drafter do not fit each other.
         DataError: no dataset, or one whose samples do not fit the plan.
     """
@@ -115,8 +117,7 @@ def _prepare_torch(config: Config, device: torch.device) -> None:
     if config.drafter.deterministic:
         os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
         torch.use_deterministic_algorithms(True)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
 
 
 def initial_weights(config: Config, shape: DrafterConfig) -> dict[str, Tensor]:

@@ -181,7 +181,7 @@ class StepGradient:
     def seal(self, reducer: Reducer, step_try: StepTry) -> Outcome:
         """Sum over the group and wait for it. GroupBroken, TryLeft: the sum is worthless, `clear` it.
 
-        A rank with a non-finite pack joins with zeros and its flags: NaNs do not spread.
+        A rank with a non-finite pack joins with what it has: by the flags nobody applies the sum.
         """
         layout, gradient, tally = self.layout, self._weights.gradient, self._tally
         with self._phases("reduce"):
@@ -191,7 +191,7 @@ class StepGradient:
             poisoned = own_bad.any()
             tally[: layout.bad.start].masked_fill_(poisoned, 0.0)
             for piece in self._pieces.slices[self._handed :]:
-                reducer.start(gradient[piece].masked_fill_(poisoned, 0.0))
+                reducer.start(gradient[piece])
             reducer.start(tally)
             reducer.finish()
             norm = torch.linalg.vector_norm(gradient).to(torch.float64)

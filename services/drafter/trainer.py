@@ -292,7 +292,9 @@ class DrafterTrainer:
     def _wanted(self, step_try: StepTry | None) -> bool:
         """Whether the newest orders still want this group, and this try."""
         orders = self.link.orders
-        if self.link.exit is not None or self.stop.is_set() or not isinstance(orders, DrafterOrders):
+        if self.link.failed or self.link.exit is not None or self.stop.is_set():
+            return False
+        if not isinstance(orders, DrafterOrders):
             return False
         if orders.group is None or orders.group.generation != self.generation:
             return False

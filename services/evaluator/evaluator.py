@@ -23,6 +23,7 @@ import torch
 from protocol.errors import CheckpointError, ConfigError
 from protocol.files import FileLock
 from services.config.schema import Config
+from services.device import use_device
 from services.dflash.evaluate import check_fit, evaluate, load_drafter, load_held_out
 from services.dflash.prompts import Prompt
 from services.dflash.target_model import Target, load_target
@@ -57,8 +58,9 @@ def main(config: Config) -> ExitCode:
         )
     config.run.dir.mkdir(parents=True, exist_ok=True)
     stop = stop_on_signals()
+    run = Run(config.run.dir)  # before minutes of loading, in which it may end
     with FileLock(config.run.dir / LOCK):
-        return Evaluator.load(config, stop).run()
+        return Evaluator.load(config, run, stop).run()
 
 
 def device_of(config: Config, count: int) -> torch.device:
@@ -95,32 +97,32 @@ class Evaluator:
         target: Target,
         prompts: Sequence[Prompt],
         validation: Validation | None,
+        run: Run,
         stop: threading.Event,
     ) -> None:
         self._config, self._target, self._prompts, self._validation = config, target, prompts, validation
         self._stop = stop
         self._watchdog = Watchdog(config.watch.stuck_s)
-        self._run = Run(config.run.dir)
+        self._run, self._share = run, config.evaluator.share
         self._checkpoints = config.run.dir / "checkpoints"
         self._history, self._kept = History(config.run.dir / HISTORY), Kept(config.run.dir)
         self._agenda = Agenda(self._history.read())
         self._since_s = time.monotonic()  # the end of the last rest
 
     @classmethod
-    def load(cls, config: Config, stop: threading.Event) -> Evaluator:
+    def load(cls, config: Config, run: Run, stop: threading.Event) -> Evaluator:
         """Target, prompts and held-out samples. Raises ConfigError, ModelError, DataError."""
         if config.evaluator.threads:
             torch.set_num_threads(config.evaluator.threads)
         device = device_of(config, torch.cuda.device_count() if torch.cuda.is_available() else 0)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        use_device(device)
         prompts, validation = load_held_out(config), Validation.open(config)
         target = load_target(
             config.model.path, dtype=config.model.dtype, device=device, attention=config.model.attention
         )
         held_out = 0 if validation is None else sum(map(len, validation.packs))
         log.info("evaluator", extra={"prompts": len(prompts), "held_out": held_out, "device": str(device)})
-        return cls(config, target, prompts, validation, stop)
+        return cls(config, target, prompts, validation, run, stop)
 
     def run(self) -> ExitCode:
         """FINISHED once the run is over and its newest checkpoint done, as other roles that are sent away;
@@ -141,6 +143,8 @@ class Evaluator:
         while not self._stop.is_set():
             self._watchdog.beat()
             state = self._run.look()
+            if state is not None and state.over:
+                self._share = 1.0  # nobody else works there any more, and somebody waits for the last one
             found = self._agenda.next(state.checkpoints) if state else None
             if found is not None:
                 self._take(found)
@@ -203,7 +207,7 @@ class Evaluator:
 
     def _rest(self) -> None:
         """Between two pieces of work. Raises Interrupted once a signal has come."""
-        until_s = time.monotonic() + pause_s(time.monotonic() - self._since_s, self._config.evaluator.share)
+        until_s = time.monotonic() + pause_s(time.monotonic() - self._since_s, self._share)
         self._watchdog.beat()
         while (left_s := until_s - time.monotonic()) > 0 and not self._stop.wait(min(left_s, _BEAT_S)):
             self._watchdog.beat()

@@ -19,8 +19,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import CheckpointError
+from protocol.errors import CheckpointError, DiskFull
 from protocol.files import sync_folder, write_durably
+from services.dflash.checkpoint import OPTIMIZER
 
 HISTORY, EVALUATED, BEST, FIGURES = "acceptance.jsonl", "evaluated", "best", "evaluation.json"
 NEEDED = {"checkpoint", "step", "acceptance_length"}
@@ -85,6 +86,9 @@ class Kept:
         except FileNotFoundError as error:
             shutil.rmtree(partial)
             raise CheckpointError(f"checkpoint {checkpoint}: it was removed meanwhile") from error
+        except OSError as error:
+            shutil.rmtree(partial)
+            raise DiskFull(f"{partial}: {error.strerror}; the evaluator has no room to work in") from error
         partial.rename(held)
         return held
 
@@ -134,10 +138,13 @@ def _figures(text: bytes) -> dict[str, Any] | None:
 
 
 def _link(source: Path, name: Path) -> None:
-    """A hard link, else a copy: some file systems, and other users' files, allow no links."""
+    """A hard link, else a copy: some file systems, and other users' files, allow no links. No copy of the
+    optimizer's state, two thirds of a checkpoint: no evaluation and no export reads it.
+    """
     try:
         os.link(source, name)
     except FileNotFoundError:
         raise
     except OSError:
-        shutil.copyfile(source, name)
+        if source.name != OPTIMIZER:
+            shutil.copyfile(source, name)

@@ -50,9 +50,13 @@ class Run:
             written_ns = address.stat().st_mtime_ns
         except (OSError, ValueError):
             return None
-        url = _reachable(str(where["http"]), str(where.get("host", "")))
-        told = _ask(url, str(where.get("incarnation", "")))
-        return self._result(written_ns) if told is None else parse(told)
+        try:
+            url = _reachable(str(where["http"]), str(where.get("host", "")))
+            told = _ask(url, str(where.get("incarnation", "")))
+            return self._result(written_ns) if told is None else parse(told)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.debug("no answer to make sense of", extra={"error": repr(error)})
+            return None
 
     def _result(self, address_ns: int) -> RunState | None:
         """What the very coordinator that wrote the address left behind; None if it left nothing, or another

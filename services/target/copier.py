@@ -67,6 +67,12 @@ class Blame:
             self._running.remove(job)
             self._say()
 
+    def only(self, job: Job) -> None:
+        """The process ends because of it, on the host."""
+        with self._lock:
+            self._running = deque([job])
+            self._say()
+
     def _say(self) -> None:
         oldest = self._running[0] if self._running else None
         if oldest:

@@ -200,6 +200,9 @@ class TargetServer:
         except Cancelled:
             self.blame.end(job)
             return False
+        except Exception:
+            self.blame.only(job)  # what the host itself failed in is not what the GPU still computes
+            raise
         with self.totals.phase("ahead"):
             self.copier.submit(Launched(job, batch, slab))
         return True

@@ -21,6 +21,7 @@ from services.config.fingerprint import fingerprint, model_fingerprint
 from services.config.schema import Config
 from services.data.plan import check_lengths, rows_limit
 from services.data.training_data import TrainingData
+from services.device import use_device
 from services.dflash.drafter_config import DrafterConfig, derive
 from services.dflash.self_check import self_check
 from services.dflash.target_model import Target, load_target, load_tokenizer
@@ -66,13 +67,13 @@ def start(config: Config, device: torch.device) -> Started:
     """Open the data, load the model, `assemble` both.
 
     Raises:
+        ConfigError: there is no such GPU.
         ModelError: model, taps or memory do not fit.
         DataError: no dataset, or one whose samples do not fit the plan.
     """
     if config.target.threads:
         torch.set_num_threads(config.target.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     data = TrainingData.open(config.data)
     for _, dataset in data.parts:
         check_lengths(dataset.lengths, config.plan.bucket_edges, config.plan.token_budget)

@@ -105,17 +105,17 @@ class RingPacks:
             raise ConfigError(
                 f"the ring of {arena.path} cannot be opened from {device}: {error}; use arena.kind = pinned"
             ) from error
-        self._stream = torch.cuda.Stream(device)
-        weakref.finalize(self, _close, self._driver, self._ring, self._stream)
+        self.stream = torch.cuda.Stream(device)
+        weakref.finalize(self, _close, self._driver, self._ring, self.stream)
 
     def fetch(self, descriptor: Descriptor) -> tuple[Tensor, torch.cuda.Event | None]:
         """The payload, uint8 [payload_bytes], on the device once the event has come."""
         done = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             payload_B = torch.empty(descriptor.payload_bytes, dtype=torch.uint8, device=self._device)
             start = self._ring + descriptor.slot * self._stride
-            self._driver.copy(payload_B.data_ptr(), start, descriptor.payload_bytes, self._stream.cuda_stream)
-            done.record(self._stream)
+            self._driver.copy(payload_B.data_ptr(), start, descriptor.payload_bytes, self.stream.cuda_stream)
+            done.record(self.stream)
         return payload_B, done
 
     def still_good(self) -> bool:

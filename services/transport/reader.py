@@ -37,6 +37,10 @@ class Packs(Protocol):
 
     arena: Arena
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Of the copies; None on a CPU."""
+
     def fetch(self, descriptor: Descriptor) -> tuple[Tensor, torch.cuda.Event | None]:
         """The payload, uint8 [payload_bytes], and the event that completes it (None: complete)."""
 
@@ -72,7 +76,8 @@ class PackTensors(Mapping[str, Tensor]):
         expected = self.descriptor.checksum
         if expected is None:
             return
-        found = checksum(self._payload_B)
+        with torch.cuda.stream(self._packs.stream):  # not behind the packs that are being trained on
+            found = checksum(self._payload_B)
         if found != expected:
             check_header(self._packs.arena, self.descriptor, CorruptPack)
             self._check_memory()
@@ -110,6 +115,11 @@ class SlotReader:
         self._device = with_index(device)
         self._kept: dict[str, Packs] = {}
         self._mapped: weakref.WeakValueDictionary[str, Packs] = weakref.WeakValueDictionary()
+
+    def use_device(self) -> None:
+        """Of the thread that opens. Threads begin on GPU 0, and would make themselves a context there."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     @property
     def mapped(self) -> frozenset[str]:

@@ -64,6 +64,8 @@ class HostSlots:
 class HostPacks:
     """The reader's side on a CPU: tensors are views of the slot itself, as good as its file."""
 
+    stream = None
+
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 

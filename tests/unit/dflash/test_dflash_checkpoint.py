@@ -6,6 +6,7 @@ import pytest
 import torch
 from dflash_tiny import drafter_config
 
+from protocol import files as files_module
 from protocol.errors import CheckpointError
 from services.dflash.checkpoint import (
     checkpoint_name,
@@ -82,6 +83,25 @@ def test_an_existing_checkpoint_is_never_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="exists"):
         write(tmp_path / "ckpt", seed=2)
     read_checkpoint(tmp_path / "ckpt", sha256)
+
+
+def test_what_fails_after_the_renaming_can_be_tried_again_under_the_same_name(tmp_path, monkeypatch):
+    """The last checkpoint of a run has no later one to make up for it."""
+    folder, sync = tmp_path / "checkpoints" / "ckpt-2-7-d", files_module.sync_folder
+    failed = []
+
+    def fail_once(path):
+        if path == folder.parent and not failed:
+            failed.append(path)
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    monkeypatch.setattr(files_module, "sync_folder", fail_once)
+    with pytest.raises(OSError, match="Input/output"):
+        write(folder)
+    assert failed and list(folder.parent.iterdir()) == []
+    sha256, _, _ = write(folder)
+    assert read_checkpoint(folder, sha256).sha256 == sha256
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

@@ -31,6 +31,7 @@ from services.dflash.speculate_batch import can_batch, speculate_batch
 from services.dflash.target_model import Target, wrap_target
 from services.evaluator.agenda import Recorded
 from services.evaluator.evaluator import Evaluator, Interrupted
+from services.evaluator.run_state import Run
 
 MIXED = [PROMPTS[0], PROMPTS[1][:1], [*PROMPTS[2], *PROMPTS[3]], PROMPTS[4][:3], PROMPTS[5]]
 SHAPE = {
@@ -268,12 +269,16 @@ def test_the_evaluator_decodes_in_batches_and_hears_a_signal_between_rounds(tmp_
     prompts = [Prompt(tuple(prompt), "", n) for n, prompt in enumerate(MIXED)]
     signal, recorded = threading.Event(), Recorded("ckpt", 1, 1)
     with Sizes(target) as seen:
-        line = Evaluator(config, target, prompts, None, signal)._evaluate(recorded, tmp_path / "ckpt")
+        line = Evaluator(config, target, prompts, None, Run(config.run.dir), signal)._evaluate(
+            recorded, tmp_path / "ckpt"
+        )
     expected = evaluate(target, drafter, prompts, max_new_tokens=12, plain=False)
     assert max(seen) == 3 and line["lossless"] is True
     assert line["acceptance_length"] == expected.to_dict()["acceptance_length"]
 
     signal.set()
     with Sizes(target) as seen, pytest.raises(Interrupted):
-        Evaluator(config, target, prompts, None, signal)._evaluate(recorded, tmp_path / "ckpt")
+        Evaluator(config, target, prompts, None, Run(config.run.dir), signal)._evaluate(
+            recorded, tmp_path / "ckpt"
+        )
     assert seen == [3, 3] and hooks(target) == 0  # the prompts' forward and one round

@@ -19,8 +19,10 @@ from services.data.writer import write_dataset
 from services.dflash.checkpoint import read_checkpoint, write_checkpoint
 from services.dflash.drafter import Drafter
 from services.dflash.prompts import Prompt
+from services.evaluator.agenda import Recorded
 from services.evaluator.evaluator import Evaluator, device_of
 from services.evaluator.held_out import Validation, packs_of
+from services.evaluator.run_state import Run
 from services.lifecycle import ExitCode
 
 sys.path.append(str(Path(__file__).parents[1] / "dflash"))
@@ -173,7 +175,7 @@ def finished(tmp_path, trained):
     options = config(tmp_path)
     run = FinishedRun(options, {2: Drafter(trained.drafter.config, seed=1), 4: trained.drafter})
     prompts = [Prompt(tuple(prompt), "") for prompt in PROMPTS[:3]]
-    return run, lambda stop: Evaluator(options, trained.target, prompts, None, stop)
+    return run, lambda stop: Evaluator(options, trained.target, prompts, None, Run(run.dir), stop)
 
 
 def test_each_checkpoint_is_evaluated_once_and_the_best_survives_its_pruning(finished):
@@ -255,7 +257,9 @@ class Timed(threading.Event):
 def test_it_rests_as_its_share_demands(tmp_path, trained, finished):
     run, _make = finished
     stop, prompts = Timed(), [Prompt(tuple(prompt), "") for prompt in PROMPTS[:3]]
-    Evaluator(config(tmp_path, evaluator={"share": 0.25}), trained.target, prompts, None, stop).run()
+    options = config(tmp_path, evaluator={"share": 0.25})
+    evaluator = Evaluator(options, trained.target, prompts, None, Run(options.run.dir), stop)
+    evaluator._take(Recorded("ckpt-0-4-d", 0, 4, 0))
     (line,) = run.lines()
     worked_s = line["seconds"] - stop.waited_s
     assert stop.waited_s > 2.0 * worked_s > 0.0  # three times, but for what comes after the last rest

@@ -1,10 +1,11 @@
 """The files of an evaluator: held while they are read, the best kept, a history without a half line."""
 
+import errno
 import shutil
 
 import pytest
 
-from protocol.errors import CheckpointError
+from protocol.errors import CheckpointError, DiskFull
 from services.evaluator import kept as kept_module
 from services.evaluator.kept import BEST, History, Kept
 
@@ -88,8 +89,21 @@ def test_without_hard_links_files_are_copied(tmp_path, checkpoints, monkeypatch)
 
     monkeypatch.setattr(kept_module.os, "link", refuse)
     source = checkpoints(4)
+    (source / "optimizer.safetensors").write_text("two thirds of it, which nobody reads")
     held = Kept(tmp_path).hold(source)
+    assert sorted(file.name for file in held.iterdir()) == ["model.safetensors", "state.json"]
     assert read(held) == "44" and not held.joinpath("state.json").samefile(source / "state.json")
+
+
+def test_a_disk_that_is_full_leaves_no_half_copy(tmp_path, checkpoints, monkeypatch):
+    def refuse(_source, _name):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(kept_module.os, "link", refuse)
+    monkeypatch.setattr(kept_module.shutil, "copyfile", refuse)
+    with pytest.raises(DiskFull, match="no room to work in"):
+        Kept(tmp_path).hold(checkpoints(4))
+    assert list((tmp_path / "evaluated").iterdir()) == []
 
 
 def test_the_history_loses_half_a_line_and_nothing_else(tmp_path):
