@@ -15,6 +15,7 @@ from typing import Any
 
 from protocol.errors import CheckpointError, ConfigError, ModelError
 from services.config.schema import Config
+from services.data.convert import read_template
 from services.dflash.checkpoint import is_training_checkpoint, read_checkpoint
 from services.dflash.drafter import Drafter
 from services.dflash.drafter_config import DrafterConfig
@@ -192,13 +193,16 @@ def load_held_out(config: Config) -> list[Prompt]:
     )
 
 
-def template_options(config: Config | None) -> dict[str, bool]:
-    """What the chat template is asked for, under both names that templates use; nothing without `config`."""
+def template_options(config: Config | None) -> dict[str, Any]:
+    """What the chat template is asked for, thinking under both names that templates use, and the template of
+    `data.chat_template` where that is named; nothing without `config`. Raises `ModelError`: no such file.
+    """
     if config is None:
         return {}
     asked = config.eval.thinking
     thinking = config.data.thinking == "train" if asked == "data" else asked == "on"
-    return {"enable_thinking": thinking, "thinking": thinking}
+    own = read_template(config.data.chat_template)
+    return {"enable_thinking": thinking, "thinking": thinking} | ({"chat_template": own} if own else {})
 
 
 def _part(progress: Progress | None, number: int, parts: int) -> Progress | None:

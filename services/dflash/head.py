@@ -128,7 +128,7 @@ def _losses(
     """(loss, correct, d loss / d raw logits [chunk, V]) of a few rows; the logits are overwritten."""
     logits, squashed = _capped(raw.float(), multiplier, softcap)
     label = logits.gather(1, labels[:, None])
-    top = logits.amax(1, keepdim=True)
+    top, best = logits.max(1, keepdim=True)  # of equals the one that decoding takes
     probability = logits.sub_(top)
     shifted_label = label - top
     if teacher_raw is not None:
@@ -148,7 +148,7 @@ def _losses(
         probability.mul_(1.0 - squashed.square())
     if multiplier != 1.0:
         probability.mul_(multiplier)
-    return loss[:, 0], (label >= top)[:, 0], probability
+    return loss[:, 0], best[:, 0] == labels, probability
 
 
 def _losses_on_gpu(*rows: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +161,7 @@ def _losses_in_one_kernel(
     """`_losses` for a compiler: nothing in place, no scatter, the slope in the type of `raw`."""
     logits, squashed = _capped(raw.float(), multiplier, softcap)
     label = logits.gather(1, labels[:, None])
-    top = logits.amax(1, keepdim=True)
+    top, best = logits.amax(1, keepdim=True), logits.argmax(1)
     exponentials = (logits - top).exp()
     total = exponentials.sum(1, keepdim=True)
     if teacher_raw is None:
@@ -174,4 +174,4 @@ def _losses_in_one_kernel(
     slope = exponentials / total - wanted.float()
     if squashed is not None:
         slope = slope * (1.0 - squashed.square())
-    return loss[:, 0], (label >= top)[:, 0], (slope * multiplier).to(raw.dtype)
+    return loss[:, 0], best == labels, (slope * multiplier).to(raw.dtype)

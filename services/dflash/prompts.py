@@ -1,22 +1,26 @@
-"""Held-out prompts as token ids, in the target's own chat template.
+"""Held-out prompts as token ids, in the chat template that the drafter's data were made with.
 
-One JSON object a line with `prompt`, `messages` or `turns` (its first turn), and optionally `domain`
-or `category` to report by.
+One JSON object a line with `prompt`, `messages` or `conversations`, as for `draftmill prepare`, or `turns`
+(its first turn), and optionally `domain` or `category` to report by.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
+
 from protocol.errors import DataError
+from services.data.records import BadSample, Conversation, parse_prompt, text_of
+from services.data.turns import TODAY
 
 
 class Asked(NamedTuple):
-    messages: list[dict[str, str]]
+    conversation: Conversation
     domain: str
+    where: str  # for messages
 
 
 class Prompt(NamedTuple):
@@ -28,10 +32,10 @@ class Prompt(NamedTuple):
 def load_prompts(path: Path, tokenizer: Any, *, limit: int = 0, **template_options: Any) -> list[Prompt]:
     """The first `limit` prompts of a JSONL file (0: all). Raises `DataError` naming the line.
 
-    `template_options` go to the chat template (`enable_thinking=False`, say).
+    `template_options` go to the chat template (`enable_thinking=False`, say); `chat_template` is another one.
     """
     return [
-        Prompt(encode_chat(tokenizer, asked.messages, **template_options), asked.domain, number)
+        Prompt(encode_chat(tokenizer, asked, **template_options), asked.domain, number)
         for number, asked in enumerate(read_prompts(path, limit))
     ]
 
@@ -40,15 +44,16 @@ def read_prompts(path: Path, limit: int = 0) -> list[Asked]:
     """The same as text, for who has no tokenizer."""
     if not path.is_file():
         raise DataError(f"prompts {path}: no such file; name a JSONL file of prompts")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"prompts {path}: not UTF-8 ({error}); convert it") from error
     prompts: list[Asked] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(lines, start=1):
         if limit and len(prompts) == limit:
             break
-        row = _parse(path, number, line)
-        domain = str(row.get("domain") or row.get("category") or "")
-        prompts.append(Asked(_messages(path, number, row), domain))
+        if line.strip():
+            prompts.append(_asked(line, f"prompts {path}, line {number}"))
     if not prompts:
         raise DataError(
             f"prompts {path}: it holds none; one JSON object a line with `prompt`, `messages` or `turns`"
@@ -56,40 +61,40 @@ def read_prompts(path: Path, limit: int = 0) -> list[Asked]:
     return prompts
 
 
-def encode_chat(
-    tokenizer: Any, messages: Sequence[dict[str, str]], **template_options: Any
-) -> tuple[int, ...]:
-    """Ids up to where the answer begins; without a chat template, the contents alone."""
-    if not getattr(tokenizer, "chat_template", None):
-        return tuple(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True, **template_options
-    )
+def encode_chat(tokenizer: Any, asked: Asked, **template_options: Any) -> tuple[int, ...]:
+    """Ids up to where the answer begins; without a chat template, the contents alone.
+
+    The template is told the day that `draftmill prepare` tells it, so that figures do not depend on theirs.
+    """
+    messages, tools = asked.conversation.messages, asked.conversation.tools
+    if not (template_options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+        return tuple(tokenizer("\n".join(map(text_of, messages)))["input_ids"])
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True,
+            strftime_now=TODAY.strftime, **template_options,
+        )  # fmt: skip
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(f"{asked.where}: the chat template refuses it: {error}") from error
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+def _asked(line: str, where: str) -> Asked:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(f"prompts {path}, line {number}: not JSON ({error})") from error
+        raise DataError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise DataError(f"prompts {path}, line {number}: {type(row).__name__}, must be an object")
-    return row
-
-
-def _messages(path: Path, number: int, row: dict[str, Any]) -> list[dict[str, str]]:
-    if row.get("messages"):
-        messages: list[dict[str, str]] = row["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise DataError(f"prompts {path}, line {number}: `messages` must be a list of {{role, content}}")
-        messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        if not messages:
-            raise DataError(f"prompts {path}, line {number}: `messages` has an answer only, and no question")
-        return messages
-    text = row.get("prompt") or (row.get("turns") or [None])[0]
-    if not isinstance(text, str):
-        raise DataError(
-            f"prompts {path}, line {number}: keys {sorted(row)}; needs `prompt`, `messages` or `turns`"
-        )
-    return [{"role": "user", "content": text}]
+        raise DataError(f"{where}: {type(row).__name__}, must be an object")
+    if row.get("turns") is not None:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise DataError(f"{where}: `turns` must be a list of texts, the first of which is asked")
+        row = {**row, "prompt": turns[0], "messages": None}
+    if all(row.get(form) is None for form in ("prompt", "messages", "conversations")):
+        raise DataError(f"{where}: keys {sorted(row)}; needs `prompt`, `messages` or `turns`")
+    try:
+        conversation = parse_prompt(row)
+    except BadSample as error:
+        raise DataError(f"{where}: {error}") from error
+    return Asked(conversation, str(row.get("domain") or row.get("category") or ""), where)

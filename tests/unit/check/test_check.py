@@ -203,8 +203,11 @@ def test_a_model_without_tokenizer_will_do_if_the_mask_token_is_named_and_nothin
     [
         ('{"prompt": "w5"}\n{"messages": [', "line 2: not JSON"),
         ('{"text": "w5"}\n', "line 1: keys ['text']"),
-        ('{"messages": "w5"}\n', "line 1: `messages` must be a list"),
-        ('{"messages": [{"role": "assistant", "content": "w5"}]}\n', "an answer only"),
+        ('{"messages": "w5"}\n', "line 1: the conversation is a str; must be a list"),
+        (
+            '{"messages": [{"role": "assistant", "content": "w5"}]}\n',
+            "no message of a user is left",
+        ),
         ("\n", "holds none"),
     ],
 )

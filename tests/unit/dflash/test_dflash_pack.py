@@ -182,7 +182,7 @@ def test_the_best_token_is_not_told_by_logits_that_were_rounded():
 def test_accepted_prefixes_are_counted():
     """A head that always says the label: every block is accepted as far as it has labels."""
     pack = tiny_pack([12], CONFIG, supervised=1.0)
-    pack = pack._replace(input_ids_T=torch.full((12,), 7, dtype=torch.int32))
+    pack = pack._replace(input_ids_T=torch.zeros(12, dtype=torch.int32))
     embedding, head = embedding_and_head(CONFIG)
     weight = torch.zeros_like(head.weight_VH)
     anchors = Anchors(torch.tensor([0, 9]), torch.tensor([True, True]))
@@ -195,7 +195,7 @@ def test_accepted_prefixes_are_counted():
         anchors=anchors,
         loss=LossOptions(),
     )
-    # All logits tie at zero, so each label has the largest one: 1 + 5 drafts, and 1 + 2 at the end.
+    # All logits tie at zero, and of equals the first token is taken: 1 + 5 drafts, and 1 + 2 at the end.
     assert result.accepted_sum == 9 and result.correct_K.tolist() == result.count_K.tolist()
 
 

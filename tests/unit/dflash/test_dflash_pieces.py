@@ -35,6 +35,12 @@ def test_losses_for_a_compiler_equal_those_in_place(multiplier, softcap, teacher
         torch.testing.assert_close(mine, theirs)
 
 
+def test_of_equal_logits_the_one_counts_that_decoding_takes():
+    raw = torch.tensor([[1.0, 3.0, 3.0, 0.0]] * 4).bfloat16()
+    for losses in (_losses, _losses_in_one_kernel):
+        assert losses(raw.clone(), torch.arange(4), None, 1.0, 0.0)[1].tolist() == [False, True, False, False]
+
+
 @pytest.fixture
 def product_into_gradient(monkeypatch):
     """CPUs have no product of bfloat16 matrices with a float32 sum: here in two operations."""

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 from dflash_tiny import FAMILIES, tiny_model
+from jinja2 import TemplateError
 
 from protocol.errors import DataError, ModelError
+from services.config.schema import Config
+from services.dflash.evaluate import template_options
 from services.dflash.prompts import load_prompts
 from services.dflash.target_model import (
     load_embedding_and_head,
@@ -119,7 +122,15 @@ def test_prompts_are_read_in_each_form(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "line 1: not JSON"), ("[]", "line 1: list"), ('{"a": 1}', "needs"), ("", "holds none")],
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: list"),
+        ('{"a": 1}', "needs"),
+        ("", "holds none"),
+        ('{"turns": "hello"}', "line 1: `turns` must be a list"),
+        ('{"messages": [{"role": "user"}]}', "line 1: .*an empty user turn"),
+        ('{"prompt": 3}', "line 1: .*int"),
+    ],
 )
 def test_bad_prompts_are_named(tmp_path, text, words):
     (tmp_path / "p.jsonl").write_text(text)
@@ -127,6 +138,38 @@ def test_bad_prompts_are_named(tmp_path, text, words):
         load_prompts(tmp_path / "p.jsonl", Words())
     with pytest.raises(DataError, match="no such file"):
         load_prompts(tmp_path / "q.jsonl", Words())
+
+
+def test_prompts_of_another_encoding_are_named_and_a_byte_order_mark_is_none_of_them(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes('{"prompt": "\xe9"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_prompts(file, Words())
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"conversations": [{"from": "human", "value": "a bb"}]}')
+    assert load_prompts(file, Words())[0].ids == (1, 2)
+
+
+class Templated(Words):
+    """Renders with the template it is given, else with its own, as Transformers does."""
+
+    chat_template = "own"
+
+    def apply_chat_template(self, messages, *, chat_template=None, strftime_now, **_):
+        if messages[0]["content"] == "refused":
+            raise TemplateError("no such thing")
+        return f"{chat_template or self.chat_template} {strftime_now('%Y')} {messages[0]['content']}"
+
+
+def test_prompts_are_rendered_with_the_datas_template_on_its_day(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    (tmp_path / "template").write_text("another")
+    for named, words in (("", (3, 4, 1)), (str(tmp_path / "template"), (7, 4, 1))):
+        config = Config(model={"path": "m"}, data={"path": "d", "chat_template": named})
+        assert load_prompts(file, Templated(), **template_options(config))[0].ids == words
+    file.write_text('{"prompt": "refused"}\n')
+    with pytest.raises(DataError, match="line 1: the chat template refuses it: no such thing"):
+        load_prompts(file, Templated())
 
 
 @pytest.mark.parametrize("kind", ["llama", "of-nobody-else"])
