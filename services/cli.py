@@ -40,6 +40,7 @@ from services.lifecycle import (
     leave,
     leave_or_rest,
     new_incarnation,
+    unforeseen,
 )
 from services.models.hub import load_local
 from services.place import claim_place
@@ -76,10 +77,10 @@ def main() -> None:
                 f"{error.filename}: {rule}; in containers: MODELS, DATA, RUNS and USER_ID of .env", err=True
             )
         leave(ExitCode.CONFIGURATION)
-    except Exception:  # noqa: BLE001 - the process ends here, at once: a role that fails frees its lock
+    except Exception as error:  # noqa: BLE001 - the process ends here, at once: a role that fails frees its lock
         with suppress(OSError):
             traceback.print_exc()
-        leave(ExitCode.UNEXPECTED)
+        leave(unforeseen(error))
 
 
 @app.callback()

@@ -9,13 +9,14 @@ Exit codes, which restart policies and `draftmill up` act on:
     4  refused       fenced, or another live process has this run, port or place
     5  stuck         no progress for watch.stuck_s; stacks of all threads in the log
     6  run failed    the run ended early, for the reason given
-    7  peer lost     no coordinator answered, or a peer died: a restart may help
+    7  peer lost     no coordinator answered, a peer died, a disk is full: a restart may help
     8  stopped       a clean stop on request; the run can be resumed
     130, 143         a second SIGINT or SIGTERM: ended at once, in the middle of whatever it did
 """
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import hashlib
 import logging
@@ -40,6 +41,9 @@ from services.config.schema import Config
 log = logging.getLogger(__name__)
 
 _STDERR = 2  # the descriptor, which stays open whatever becomes of sys.stderr
+_PASSING = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+}  # fmt: skip
 _SHOWING = {"tensorboard", "wandb", "trackio"}
 _NAME_CHARACTERS = 24  # of the run's name in a path that must fit into a socket address (107 bytes)
 
@@ -69,6 +73,14 @@ def exit_code(error: DraftmillError) -> ExitCode:
     if isinstance(error, RunStopped):
         return ExitCode.RUN_FAILED
     return ExitCode.PEER_LOST if isinstance(error, RetryError) else ExitCode.CONFIGURATION
+
+
+def unforeseen(error: BaseException) -> ExitCode:
+    """The same of any error: a disk that is full now, or a limit reached, may not be at the next start."""
+    if isinstance(error, DraftmillError):
+        return exit_code(error)
+    passing = isinstance(error, OSError) and error.errno in _PASSING
+    return ExitCode.PEER_LOST if passing else ExitCode.UNEXPECTED
 
 
 def arena_folder(config: Config) -> Path:
@@ -151,7 +163,7 @@ def exit_on_thread_failure() -> None:
         log.critical("thread failed", exc_info=trace, extra={"failed_thread": name})
         if packages & _SHOWING:
             return
-        leave(exit_code(error) if isinstance(error, DraftmillError) else ExitCode.UNEXPECTED)
+        leave(unforeseen(error))
 
     threading.excepthook = on_failure
 

@@ -1,5 +1,6 @@
 """Names, folders and locks of a process; how it stops and what it exits with."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,15 @@ import pytest
 from protocol import errors
 from protocol.files import is_alive
 from services.config.schema import Config
-from services.lifecycle import ExitCode, arena_folder, exit_code, hold_lock, new_incarnation, tidy_end
+from services.lifecycle import (
+    ExitCode,
+    arena_folder,
+    exit_code,
+    hold_lock,
+    new_incarnation,
+    tidy_end,
+    unforeseen,
+)
 
 
 def make(**sections) -> Config:
@@ -162,6 +171,18 @@ threading.Event().wait(60)
     _, err = process.communicate(timeout=30)
     assert process.returncode == ExitCode.REFUSED
     assert "thread failed" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), ExitCode.PEER_LOST), (OSError(errno.EMFILE, "Too many"), 7),
+        (OSError(errno.EBADF, "Bad descriptor"), ExitCode.UNEXPECTED), (ValueError("a bug"), 1),
+        (errors.ConfigError("an option"), ExitCode.CONFIGURATION), (errors.DiskFull("a disk"), 7),
+    ],
+)  # fmt: skip
+def test_what_nobody_foresaw_may_pass_or_may_not(error, code):
+    assert unforeseen(error) == code
 
 
 def test_a_thread_of_a_dashboards_library_that_fails_does_not():
