@@ -194,17 +194,18 @@ def up(context: typer.Context, config: ConfigFile = None) -> None:
     checked = subprocess.run([sys.executable, "-m", "services.cli", "check", "--quiet", *words], check=False)
     if checked.returncode:
         raise typer.Exit(checked.returncode)
-    from services.local.stop import result
+    from services.local.stop import is_finished
     from services.local.up import run_up
 
-    last = result(loaded.config.run.dir)
-    if last is not None and last.state == "finished":
+    options = loaded.config
+    nothing_left = not (options.checkpoint.upload or options.evaluator.count)  # both work on after the end
+    if nothing_left and is_finished(options.run.dir):
         typer.echo(
-            f"{loaded.config.run.dir}: finished, all {last.total_steps} steps; more data or epochs: "
-            "`draftmill extend`, again from a checkpoint: `draftmill rollback STEP`"
+            f"{options.run.dir}: finished; more data or epochs: `draftmill extend`, again from a checkpoint: "
+            "`draftmill rollback STEP`"
         )
         raise typer.Exit(ExitCode.FINISHED)
-    raise typer.Exit(run_up(loaded.config, words, Console(highlight=False)))
+    raise typer.Exit(run_up(options, words, Console(highlight=False)))
 
 
 @app.command()

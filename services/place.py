@@ -42,5 +42,5 @@ def claim_place(config: Config, role: Literal["target", "drafter"]) -> tuple[Fil
 def forget_places(folder: Path) -> None:
     """At the end of a run: the files that killed roles left behind, not those of roles that still load."""
     for file in folder.glob(f"*{SUFFIX}"):
-        with suppress(AlreadyRunning):
+        with suppress(AlreadyRunning, FileNotFoundError):
             FileLock(file).acquire().release(unlink=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ RESULT = "result.json"
 
 def revise(run_dir: Path, ledger: Ledger, schedule: Schedule) -> None:
     """Bring it to what the ledger says now; a run that has none gets none. Figures of the end stay."""
+    file = run_dir / RESULT
     try:
-        told = json.loads((run_dir / RESULT).read_bytes())
+        told, left_ns = json.loads(file.read_bytes()), file.stat().st_mtime_ns
     except (FileNotFoundError, ValueError):
         return
-    write_durably(run_dir / RESULT, json.dumps(told | _now(ledger, schedule), indent=1).encode())
+    write_durably(file, json.dumps(told | _now(ledger, schedule), indent=1).encode())
+    os.utime(file, ns=(left_ns, left_ns))  # it is of the coordinator that left it, no later one's
 
 
 def _now(ledger: Ledger, schedule: Schedule) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Server:
         self._started_s = self._last_s = time.monotonic()
         self._next_probe_s = self._next_status_s = self._next_exit_s = 0.0
         self._audit: tuple[int | None, int] | None = None
-        self._steps = StepLog(config)
+        self._steps = StepLog(config, here=core.here)
         self._evaluation = Evaluation(config.run.dir)
         upload = config.checkpoint.upload
         self._uploader = Uploader(upload, self._checkpoints) if upload else None
@@ -236,13 +236,10 @@ class Server:
         up.look()
         return UploadState(up.pending, up.errors)
 
-    def _finish_uploads(self, watchdog: Watchdog) -> bool:
-        """The last checkpoint is what a run is for: wait for its copy while there is one to hope for.
-
-        True if there was something to wait for.
-        """
+    def _finish_uploads(self, watchdog: Watchdog) -> None:
+        """The last checkpoint is what a run is for: wait for its copy while there is one to hope for."""
         if self._uploader is None or self._config.watch.linger:
-            return False
+            return
         self._keep_checkpoints()
         self._uploader.hurry()
         while self._uploader.arriving:
@@ -251,7 +248,6 @@ class Server:
             self._show(self._now())
         if missing := self._uploader.pending:
             log.error("left with checkpoints that were not uploaded", extra={"checkpoints": missing})
-        return True
 
     def _unhealthy(self, now_s: float) -> str:
         """ "" while the run progresses; a run that waits for roles to come is not stuck."""
@@ -288,9 +284,10 @@ class Server:
             self._receive()
             self._probe_locks(now_s)
             self._show(now_s)
-        self._conclude()
-        if self._finish_uploads(watchdog):
+        with suppress(OSError):  # for who asks during the uploads, which may outlast a full disk
             self._conclude()
+        self._finish_uploads(watchdog)
+        self._conclude()
         return code
 
     def _roles_left(self) -> bool:

@@ -107,10 +107,17 @@ def check_sinks(names: Iterable[str]) -> None:
 class StepLog:
     """All sinks of a run. ConfigError: a wanted one is not installed."""
 
-    def __init__(self, config: Config, known: Mapping[str, Callable[[Config], Sink]] = SINKS) -> None:
+    def __init__(
+        self,
+        config: Config,
+        known: Mapping[str, Callable[[Config], Sink]] = SINKS,
+        here: StepAt | None = None,
+    ) -> None:
+        """`here` is the ledger's last step, if known: what an older ledger repeats is written again."""
         if known is SINKS:
             check_sinks(config.log.sinks)
-        self._newest = _newest(config.run.dir / LINES)
+        newest = _newest(config.run.dir / LINES)
+        self._newest = min(newest, here) if newest is not None and here is not None else newest
         self._lines = _lines(config.run.dir / LINES)
         self._queue: queue.SimpleQueue[tuple[StepAt, dict[str, float]] | None] = queue.SimpleQueue()
         self._wanted: list[tuple[str, Callable[[Config], Sink]]] = [(n, known[n]) for n in config.log.sinks]
@@ -169,7 +176,7 @@ def _newest(file: Path) -> StepAt | None:
     except FileNotFoundError:
         return None
     for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
             told = json.loads(line)
             return StepAt(int(told["timeline"]), int(told["step"]))
     return None

@@ -179,12 +179,14 @@ class Uploader:
 def check_url(url: str) -> None:
     """ConfigError: fsspec knows no such protocol, or its package is missing. Connects to nothing."""
     try:
-        fsspec.get_filesystem_class(protocol_of(url))
+        for protocol in protocols_of(url):
+            fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"checkpoint.upload = {url}: {error}; for s3:// install the extra `s3`") from error
 
 
-def protocol_of(url: str) -> str:
-    """The one that fsspec opens a URL by; of a chain (`simplecache::s3://...`) the last."""
-    last = url.rpartition("::")[2]
-    return last.partition("://")[0] if "://" in last else "file"
+def protocols_of(url: str) -> list[str]:
+    """Those that fsspec opens a URL by, of a chain (`simplecache::s3://...`) all."""
+    *outer, last = url.split("::")
+    names = [part.partition("://")[0] for part in outer]
+    return [*names, last.partition("://")[0] if "://" in last else "file"]

@@ -47,6 +47,8 @@ def widths_of(text: Any) -> TargetWidths:
 
 def _mlp_width(text: Any) -> int:
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if isinstance(dense, (list, tuple)):  # a width a layer
+        dense = max(dense)
     expert = getattr(text, "moe_intermediate_size", None)
     visited = getattr(text, "num_experts_per_tok", None) or 0
     return max(int(dense), int(expert) * int(visited)) if expert else int(dense) * max(1, int(visited))

@@ -263,14 +263,15 @@ def _mlp_width(config: Any) -> int:
 
 
 def _positions(config: Any) -> int:
-    """As many as a server derives for the target, whose drafter may not have fewer: some rules of rope name
-    a factor of `max_position_embeddings` and no length that it started from.
+    """As many as any server derives for the target, whose drafter may not have fewer: some take a rope's
+    factor times the length that it started from, or `max_position_embeddings` where it names none.
     """
     positions = int(_first(config, ("max_position_embeddings", "n_positions"), 131072))
     rope = _rope(config)
-    if "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3":
+    started_from = rope.get("original_max_position_embeddings") or positions
+    if rope.get("rope_type") == "llama3":
         return positions
-    return int(positions * float(rope.get("factor") or 1.0))
+    return max(positions, int(started_from * float(rope.get("factor") or 1.0)))
 
 
 def _rope_theta(config: Any) -> float:

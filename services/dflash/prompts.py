@@ -86,12 +86,13 @@ def _asked(line: str, where: str) -> Asked:
         raise DataError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: {type(row).__name__}, must be an object")
-    if row.get("turns") is not None:
+    row = {name: value for name, value in row.items() if value not in (None, "", [])}
+    if "turns" in row and not {"prompt", "messages", "conversations"} & row.keys():
         turns = row["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        if not isinstance(turns, list) or not isinstance(turns[0], str):
             raise DataError(f"{where}: `turns` must be a list of texts, the first of which is asked")
-        row = {**row, "prompt": turns[0], "messages": None}
-    if all(row.get(form) is None for form in ("prompt", "messages", "conversations")):
+        row["prompt"] = turns[0]
+    if not {"prompt", "messages", "conversations"} & row.keys():
         raise DataError(f"{where}: keys {sorted(row)}; needs `prompt`, `messages` or `turns`")
     try:
         conversation = parse_prompt(row)

@@ -143,8 +143,8 @@ class Evaluator:
         while not self._stop.is_set():
             self._watchdog.beat()
             state = self._run.look()
-            if state is not None and state.over:
-                self._share = 1.0  # nobody else works there any more, and somebody waits for the last one
+            if state is not None:  # over: nobody else works there, and somebody waits for the last one
+                self._share = 1.0 if state.over else self._config.evaluator.share
             found = self._agenda.next(state.checkpoints) if state else None
             if found is not None:
                 self._take(found)

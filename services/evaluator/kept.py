@@ -12,6 +12,7 @@ follow from it, now or after a restart.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -88,6 +89,8 @@ class Kept:
             raise CheckpointError(f"checkpoint {checkpoint}: it was removed meanwhile") from error
         except OSError as error:
             shutil.rmtree(partial)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
             raise DiskFull(f"{partial}: {error.strerror}; the evaluator has no room to work in") from error
         partial.rename(held)
         return held

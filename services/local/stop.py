@@ -8,9 +8,11 @@ And how a run ended that is over: it needs no stop, and is asked about long afte
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -28,7 +30,7 @@ from services.local.status import (
     request_stop,
 )
 
-LOCK = "coordinator.lock"
+LOCK, LEDGER = "coordinator.lock", "ledger.sqlite"
 TELL_S = 3.0
 POLL_S = 0.1
 RESTART_S = 15.0
@@ -43,10 +45,6 @@ def stop(run_dir: Path, tell: Callable[[Status], None], every_s: float = TELL_S)
     asked = read_address(run_dir)
     if not is_alive(run_dir / LOCK):
         raise PeerGone(f"{run_dir}: nobody runs it")
-    try:
-        request_stop(asked)
-    except PeerGone:  # the address is of its predecessor: it has not told its own yet
-        asked = _ask_successor(run_dir, asked)
     while (last := _await_end(run_dir, asked, tell, every_s)) is None:
         asked = _ask_successor(run_dir, asked)
     return last
@@ -56,8 +54,12 @@ def _await_end(
     run_dir: Path, asked: Address, tell: Callable[[Status], None], every_s: float
 ) -> Status | None:
     """What the coordinator that was asked left behind; None: it left nothing, or another is there already."""
-    pause, tell_from_s = threading.Event(), time.monotonic() + every_s
+    pause, tell_from_s, heard = threading.Event(), time.monotonic() + every_s, False
     while is_alive(run_dir / LOCK) and read_address(run_dir) == asked:
+        if not heard:  # busy; or the address is of its predecessor, and it has not told its own yet
+            with suppress(PeerGone):
+                request_stop(asked)
+                heard = True
         pause.wait(min(POLL_S, every_s))
         if time.monotonic() < tell_from_s:
             continue
@@ -78,7 +80,6 @@ def _ask_successor(run_dir: Path, dead: Address) -> Address:
         try:
             address = read_address(run_dir)
             if address != dead and is_alive(run_dir / LOCK):
-                request_stop(address)
                 return address
         except PeerGone:  # it is starting
             pass
@@ -108,6 +109,16 @@ def result(run_dir: Path) -> Status | None:
         return Status.model_validate_json((run_dir / RESULT).read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def is_finished(run_dir: Path) -> bool:
+    """By its ledger, which `draftmill extend` and a restored backup change. False if it cannot be read."""
+    newest = "SELECT 1 FROM finished WHERE timeline = (SELECT max(timeline) FROM timelines)"
+    try:
+        with closing(sqlite3.connect(f"file:{run_dir / LEDGER}?mode=ro", uri=True)) as ledger:
+            return ledger.execute(newest).fetchone() is not None
+    except sqlite3.Error:
+        return False
 
 
 def _left_by_the_last(run_dir: Path) -> Status | None:

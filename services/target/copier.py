@@ -64,8 +64,9 @@ class Blame:
     def end(self, job: Job) -> None:
         """Its forward is complete, or was left."""
         with self._lock:
-            self._running.remove(job)
-            self._say()
+            if job in self._running:  # else another was blamed instead
+                self._running.remove(job)
+                self._say()
 
     def only(self, job: Job) -> None:
         """The process ends because of it, on the host."""

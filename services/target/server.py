@@ -200,8 +200,9 @@ class TargetServer:
         except Cancelled:
             self.blame.end(job)
             return False
-        except Exception:
-            self.blame.only(job)  # what the host itself failed in is not what the GPU still computes
+        except Exception as error:
+            if not _of_the_gpu(error):  # what the host itself failed in is not what the GPU still computes
+                self.blame.only(job)
             raise
         with self.totals.phase("ahead"):
             self.copier.submit(Launched(job, batch, slab))
@@ -233,3 +234,8 @@ class TargetServer:
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         thread.start()
         return thread
+
+
+def _of_the_gpu(error: Exception) -> bool:
+    """Whether it may come from an older forward: a GPU's errors are told to whoever calls next."""
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -76,7 +77,8 @@ class PackTensors(Mapping[str, Tensor]):
         expected = self.descriptor.checksum
         if expected is None:
             return
-        with torch.cuda.stream(self._packs.stream):  # not behind the packs that are being trained on
+        stream = self._packs.stream  # not behind the packs that are being trained on
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
             found = checksum(self._payload_B)
         if found != expected:
             check_header(self._packs.arena, self.descriptor, CorruptPack)

@@ -56,6 +56,19 @@ def test_a_step_that_is_told_again_after_a_restart_is_no_second_line(tmp_path):
     assert told(tmp_path) == [(0, 3), (0, 4), (0, 5), (1, 4)]
 
 
+def test_what_an_older_ledger_repeats_is_written_again(tmp_path):
+    """A backup of it was restored."""
+    log = StepLog(config(tmp_path))
+    for step in (3, 4, 5):
+        log.write(StepAt(0, step), {"loss": 2.5})
+    log.close()
+    again = StepLog(config(tmp_path), here=StepAt(0, 4))
+    for step in (4, 5):
+        again.write(StepAt(0, step), {"loss": 2.0})
+    again.close()
+    assert told(tmp_path) == [(0, 3), (0, 4), (0, 5), (0, 5)]
+
+
 def test_half_a_line_that_a_power_cut_left_spoils_no_other(tmp_path):
     whole = '{"timeline": 0, "step": 3, "loss": 1.0}\n'
     (tmp_path / "metrics.jsonl").write_text(whole + '{"timeline": 0, "st')

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 
 from protocol.errors import ConfigError
-from services.coordinator.upload import LAST_STILL_S, MARK, Uploader, protocol_of
+from services.coordinator.upload import LAST_STILL_S, MARK, Uploader, protocols_of
 
 
 def checkpoint(root, name: str, size: int = 1000) -> None:
@@ -185,8 +185,10 @@ def test_a_service_is_met_in_the_thread_and_again_if_it_is_not_there(tmp_path, m
 def test_an_unknown_protocol_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.upload = nowhere://x"):
         Uploader("nowhere://x", tmp_path)
-    assert [protocol_of(url) for url in ("/a/b", "s3://b/c", "simplecache::memory://x")] == [
-        "file", "s3", "memory",
+    with pytest.raises(ConfigError, match="nope"):
+        Uploader("nope::memory://x", tmp_path)
+    assert [protocols_of(url) for url in ("/a/b", "s3://b/c", "simplecache::memory://x")] == [
+        ["file"], ["s3"], ["simplecache", "memory"],
     ]  # fmt: skip
 
 

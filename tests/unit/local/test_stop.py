@@ -7,9 +7,11 @@ import pytest
 
 from protocol.errors import PeerGone
 from protocol.files import FileLock
+from protocol.messages import StepAt
 from services.coordinator.http import Board, StatusServer
+from services.coordinator.ledger import Ledger
 from services.local.status import Status, fetch, read_address
-from services.local.stop import ended, stop
+from services.local.stop import ended, is_finished, stop
 
 
 class Coordinator:
@@ -86,6 +88,18 @@ def test_a_coordinator_that_has_not_told_its_address_yet_is_asked_when_it_has(tm
     last = stop(tmp_path, nobody_is_told, every_s=0.01)
     starting.join()
     assert second[0].asked.is_set() and last.state == "stopped"
+
+
+def test_a_run_is_finished_when_its_ledger_says_so(tmp_path):
+    assert not is_finished(tmp_path)
+    ledger = Ledger(tmp_path / "ledger.sqlite", {"options": {}, "dataset": "d", "model": "m"})
+    ledger.record_checkpoint("ckpt-0-0-drafter-1", StepAt(0, 0), "0" * 64)
+    assert not is_finished(tmp_path)
+    ledger.finish()
+    assert is_finished(tmp_path)
+    ledger.open_timeline(StepAt(0, 0))  # rolled back
+    assert not is_finished(tmp_path)
+    ledger.close()
 
 
 def test_who_takes_over_from_a_coordinator_that_died_while_it_stopped_is_asked_too(tmp_path):

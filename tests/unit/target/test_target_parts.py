@@ -37,7 +37,10 @@ def test_the_oldest_forward_is_blamed(tmp_path: Path) -> None:
     blame.begin(first)
     blame.only(first)  # the host failed in it, with another on its way
     assert read_computing(tmp_path, "target-1") == Computing(BatchId(0, 1), Stamp(1, 1))
+    blame.begin(second)
     blame.only(second)
+    blame.end(first)  # it ended well meanwhile
+    assert read_computing(tmp_path, "target-1") == Computing(BatchId(0, 2), Stamp(1, 2))
     blame.end(second)
     assert seen == [Computing(BatchId(0, n), Stamp(1, n)) for n in (1, 1, 2)]
     assert read_computing(tmp_path, "target-1") is None
