@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -72,12 +73,18 @@ def test_what_is_there_is_not_sent_again(tmp_path):
     assert (there / "ckpt-0-4-d" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_copy_that_fails_leaves_no_mark_and_is_tried_again(tmp_path):
+def offered_to_a_file(tmp_path) -> tuple[Uploader, Path]:
+    """ckpt-0-4-d on its way to a folder whose name a file has: it fails until that is gone."""
     root, there = tmp_path / "checkpoints", tmp_path / "there"
     checkpoint(root, "ckpt-0-4-d")
     there.write_text("a file where a folder should be")
     uploader = Uploader(str(there), root)
     uploader.offer(["ckpt-0-4-d"])
+    return uploader, there
+
+
+def test_a_copy_that_fails_leaves_no_mark_and_is_tried_again(tmp_path):
+    uploader, there = offered_to_a_file(tmp_path)
     until(lambda: uploader.errors > 0, uploader)
     there.unlink()
     settle(uploader, ["ckpt-0-4-d"])
@@ -86,11 +93,7 @@ def test_a_copy_that_fails_leaves_no_mark_and_is_tried_again(tmp_path):
 
 def test_a_copy_that_failed_stays_pending_without_another_offer(tmp_path):
     """A coordinator that leaves waits for its last checkpoint as long as it is pending."""
-    root, there = tmp_path / "checkpoints", tmp_path / "there"
-    checkpoint(root, "ckpt-0-4-d")
-    there.write_text("a file where a folder should be")
-    uploader = Uploader(str(there), root)
-    uploader.offer(["ckpt-0-4-d"])
+    uploader, there = offered_to_a_file(tmp_path)
     until(lambda: uploader.errors > 0 and not uploader.busy, uploader)
     assert uploader.pending == 1
     there.unlink()
@@ -102,11 +105,7 @@ def test_a_copy_that_failed_stays_pending_without_another_offer(tmp_path):
 def test_who_is_in_a_hurry_does_not_wait_for_a_long_pause(tmp_path, monkeypatch):
     """It had failed so often that the next try is minutes away."""
     monkeypatch.setattr("services.coordinator.upload.FIRST_PAUSE_S", 60.0)
-    root, there = tmp_path / "checkpoints", tmp_path / "there"
-    checkpoint(root, "ckpt-0-4-d")
-    there.write_text("a file where a folder should be")
-    uploader = Uploader(str(there), root)
-    uploader.offer(["ckpt-0-4-d"])
+    uploader, there = offered_to_a_file(tmp_path)
     until(lambda: uploader.errors == 1 and not uploader.busy, uploader)
     there.unlink()
     uploader.hurry()
@@ -148,11 +147,7 @@ def test_who_leaves_waits_for_what_moves_but_not_for_what_hangs_or_fails_on(tmp_
 
 
 def test_who_leaves_does_not_wait_after_three_more_failures(tmp_path):
-    root, there = tmp_path / "checkpoints", tmp_path / "there"
-    checkpoint(root, "ckpt-0-4-d")
-    there.write_text("a file where a folder should be")
-    uploader = Uploader(str(there), root)
-    uploader.offer(["ckpt-0-4-d"])
+    uploader, there = offered_to_a_file(tmp_path)
     until(lambda: uploader.errors > 0, uploader)
     failed = uploader.errors
     uploader.hurry()
