@@ -147,7 +147,7 @@ def test_who_leaves_waits_for_what_moves_but_not_for_what_hangs_or_fails_on(tmp_
 
 
 def test_who_leaves_does_not_wait_after_three_more_failures(tmp_path):
-    uploader, there = offered_to_a_file(tmp_path)
+    uploader, _there = offered_to_a_file(tmp_path)
     until(lambda: uploader.errors > 0, uploader)
     failed = uploader.errors
     uploader.hurry()
