@@ -1,6 +1,5 @@
 """Locks of real processes, really killed; folders and writes on a real disk."""
 
-import contextlib
 import fcntl
 import os
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol import files as files_module
 from protocol.errors import AlreadyRunning, ConfigError, RetryError
 from protocol.files import (
     FileLock,
@@ -120,22 +120,41 @@ def test_who_comes_while_the_dead_are_removed_gets_a_file_of_its_own(tmp_path: P
         assert dead
 
 
-def test_a_lock_is_taken_in_a_folder_that_others_remove(tmp_path: Path) -> None:
-    folder, over = tmp_path / "private", threading.Event()
+@pytest.mark.parametrize("times", [2, 100])
+def test_a_lock_is_taken_in_a_folder_that_others_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Between making it and making a file in it; but not for ever."""
+    make, removed = files_module.private_folder, []
 
-    def remove() -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    def make_and_lose(path: Path) -> Path:
+        make(path)
+        if len(removed) < times:
+            removed.append(path)
+            path.rmdir()
+        return path
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(remove)
-        try:
-            for number in range(300):
-                with contextlib.suppress(RetryError):  # five times in a row
-                    private_lock(folder, f"{number}.lock").release(unlink=True)
-        finally:
-            over.set()
+    monkeypatch.setattr(files_module, "private_folder", make_and_lose)
+    if times == 2:
+        assert private_lock(tmp_path / "private", "x.lock").held and len(removed) == 2
+    else:
+        with pytest.raises(RetryError, match="removed again and again"):
+            private_lock(tmp_path / "private", "x.lock")
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, removed = files_module._make_folders, []
+
+    def make_and_lose(path: Path) -> None:
+        make(path)
+        if not removed:
+            removed.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(files_module, "_make_folders", make_and_lose)
+    assert private_folder(tmp_path / "private").is_dir() and removed
 
 
 def test_an_unlinked_lock_is_not_mistaken_for_the_new_one(tmp_path: Path) -> None:
